@@ -1,0 +1,196 @@
+"""What a caller asks for and what one request has become: sampling parameters, committed tokens, finish reason.
+
+Knows host integers only. Does not know tensors, blocks' contents or ranks.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from skipstone.errors import RequestError
+
+MAX_TOP_LOGPROBS = 20
+
+
+class FinishReason(enum.Enum):
+    """Why a request ended. STOP: end-of-text or a stop id or string; LENGTH: max_tokens or the context."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the tokens of one request are chosen. Names and meanings are those of the OpenAI API and vLLM.
+
+    `max_tokens` None: as many as the context holds. `top_k` 0 or -1: off. `seed` None: a random one is drawn.
+    `logprobs` n: the chosen token and the n likeliest per position, -1: the whole vocabulary; the distribution is the
+    model's own (before temperature, penalties and truncation).
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop: str | list[str] = []
+    stop_token_ids: list[int] = []
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    seed: int | None = None
+    skip_special_tokens: bool = True
+
+    @property
+    def stop_strings(self) -> list[str]:
+        """The stop strings as a list."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is taken, without noise."""
+        return self.temperature == 0.0 or self.top_k == 1
+
+    def validate(self, vocab_size: int) -> None:
+        """Raise RequestError naming the first bad field, its value and what is allowed."""
+        for name, ok, allowed in _range_checks(self):
+            if not ok:
+                raise RequestError(f"{name}={getattr(self, name)!r} is out of range; it must be {allowed}")
+        if any(not text for text in self.stop_strings):
+            raise RequestError("stop contains an empty string, which would end every text at once; remove it")
+        for name in ("stop_token_ids", "logit_bias"):
+            for token in getattr(self, name):
+                if not 0 <= token < vocab_size:
+                    raise RequestError(
+                        f"{name} contains token id {token}, but the vocabulary has ids 0 to {vocab_size - 1}"
+                    )
+        for token, bias in self.logit_bias.items():
+            if math.isnan(bias) or bias == math.inf:
+                raise RequestError(f"logit_bias[{token}]={bias} must be a number, or -inf to forbid the token")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens={self.min_tokens} is larger than max_tokens={self.max_tokens}; raise max_tokens"
+            )
+
+
+def _range_checks(params: SamplingParams) -> list[tuple[str, bool, str]]:
+    """(field, whether its value is allowed, what is allowed) for each numeric field; NaN is never allowed."""
+    logprob_range = f"between 0 and {MAX_TOP_LOGPROBS}, or -1 for the whole vocabulary"
+
+    def logprobs_ok(value: int | None) -> bool:
+        return value is None or -1 <= value <= MAX_TOP_LOGPROBS
+
+    return [
+        ("n", 1 <= params.n <= 128, "between 1 and 128"),
+        ("temperature", 0 <= params.temperature <= 100, "between 0 (greedy) and 100"),
+        ("top_k", params.top_k >= -1, "a positive number of tokens, or 0 for no limit"),
+        ("top_p", 0 < params.top_p <= 1, "above 0 and at most 1"),
+        ("min_p", 0 <= params.min_p <= 1, "between 0 and 1"),
+        ("repetition_penalty", 0 < params.repetition_penalty < math.inf, "above 0; 1 means none"),
+        ("presence_penalty", -2 <= params.presence_penalty <= 2, "between -2 and 2"),
+        ("frequency_penalty", -2 <= params.frequency_penalty <= 2, "between -2 and 2"),
+        ("max_tokens", params.max_tokens is None or params.max_tokens >= 1, "at least 1"),
+        ("min_tokens", params.min_tokens >= 0, "at least 0"),
+        ("logprobs", logprobs_ok(params.logprobs), logprob_range),
+        ("prompt_logprobs", logprobs_ok(params.prompt_logprobs), logprob_range),
+        ("seed", params.seed is None or 0 <= params.seed < 2**63, "between 0 and 2^63 - 1"),
+    ]
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True):
+    """Log-probabilities at one position: of the token there, its rank (1 = likeliest), and of the likeliest ids."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+@dataclass(eq=False)
+class Request:
+    """One choice of one prompt on its way through the engine.
+
+    `token_ids` holds the prompt and every committed token. KV is valid at positions below `num_computed_tokens`.
+    `drafts` are unverified guesses for the positions after the last committed token. `epoch` counts preemptions and
+    aborts, so that a result of an older epoch can be dropped.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    max_total_tokens: int
+    eos_token_ids: frozenset[int] = frozenset()
+    num_prompt_tokens: int = 0
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    drafts: list[int] = field(default_factory=list)
+    block_ids: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)
+    epoch: int = 0
+    num_preemptions: int = 0
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    tag: Any = None
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = self.num_prompt_tokens or len(self.token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """The tokens committed after the prompt."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_output_tokens(self) -> int:
+        """How many tokens were committed after the prompt."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing more will be computed for this request."""
+        return self.finish_reason is not None
+
+    def commit(self, token_ids: list[int]) -> list[int]:
+        """Append a verified run, cut at the first token that ends the request; return what was appended.
+
+        The cut is at the earliest of end-of-text, a stop id, and the length limit. A stop id that ends the request is
+        committed (it was sampled) and recorded in `stop_token_id`.
+        """
+        appended: list[int] = []
+        for token in token_ids:
+            self.token_ids.append(token)
+            appended.append(token)
+            if self.num_output_tokens >= self.params.min_tokens and self._is_stop(token):
+                self.finish_reason, self.stop_token_id = FinishReason.STOP, token
+                break
+            if len(self.token_ids) >= self.max_total_tokens:
+                self.finish_reason = FinishReason.LENGTH
+                break
+        return appended
+
+    def _is_stop(self, token: int) -> bool:
+        if token in self.params.stop_token_ids:
+            return True
+        return token in self.eos_token_ids and not self.params.ignore_eos
+
+    @property
+    def banned_token_ids(self) -> list[int]:
+        """Ids that may not be chosen while fewer than `min_tokens` tokens are out: every id that would end the text."""
+        ends = set(self.params.stop_token_ids)
+        return sorted(ends if self.params.ignore_eos else ends | self.eos_token_ids)

@@ -1,0 +1,46 @@
+"""Tables from a name to what implements it, loaded on first use. One line here adds a model, backend or proposer."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from typing import Any
+
+from skipstone.errors import UnsupportedError
+
+
+class Registry:
+    """Names to "module:attribute" strings below the package; nothing is imported before `load`."""
+
+    def __init__(self, kind: str, entries: dict[str, str]) -> None:
+        self.kind = kind
+        self.entries = entries
+
+    def load(self, name: str) -> Any:
+        """Return the attribute behind a name. Raises UnsupportedError that lists the known names."""
+        if name not in self.entries:
+            known = ", ".join(sorted(self.entries))
+            near = difflib.get_close_matches(name, self.entries, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise UnsupportedError(f"{self.kind} {name!r} is not supported{hint} Known: {known}")
+        module, attribute = self.entries[name].split(":")
+        return getattr(importlib.import_module(f"skipstone.{module}"), attribute)
+
+
+MODELS = Registry(
+    "architecture",
+    {
+        "MiniMaxM3SparseForConditionalGeneration": "models.minimax_m3:MiniMaxM3",
+        "MiniMaxM3SparseForCausalLM": "models.minimax_m3:MiniMaxM3",
+        "DeepseekV32ForCausalLM": "models.deepseek_v32:DeepseekV32",
+    },
+)
+
+ATTENTION = Registry(
+    "attention backend",
+    {
+        "dense": "attention.dense:DenseBackend",
+        "msa": "attention.msa:BlockSparseBackend",
+        "dsa": "attention.dsa:TokenSparseBackend",
+    },
+)
