@@ -1,0 +1,59 @@
+"""Paged caches: tensors per layer, laid out per cache group; every layer shares the request's one block table.
+
+A group is a set of layers whose caches have the same layout: dense K/V, sparse K/V, latents, index keys. Block ids
+belong to `runtime.block_pool`; a block id names the same slots in every tensor here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class CacheTensorSpec:
+    """One cached quantity: `heads` vectors of `width` values per token, stored as [blocks, heads, block_size, width]."""
+
+    name: str  # "k", "v", "latent", "index_k"
+    heads: int
+    width: int
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """What one layer caches, and the attention backend that reads it."""
+
+    layer: int
+    group: str
+    backend: str
+    tensors: tuple[CacheTensorSpec, ...]
+
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Bytes that one token takes in this layer."""
+        return sum(tensor.heads * tensor.width for tensor in self.tensors) * dtype.itemsize
+
+
+class KVCache:
+    """The tensors of all layers. Block 0 is a spare that padding rows may write to; requests never own it."""
+
+    def __init__(self, specs: list[CacheSpec], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device):
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self.layers: dict[int, dict[str, Tensor]] = {}
+        for spec in specs:
+            self.layers[spec.layer] = {
+                t.name: torch.zeros(num_blocks, t.heads, block_size, t.width, dtype=dtype, device=device)
+                for t in spec.tensors
+            }
+
+    def get(self, layer: int, name: str) -> Tensor:
+        """[num_blocks, heads, block_size, width] of one layer."""
+        return self.layers[layer][name]
+
+    def fill(self, value: float) -> None:
+        """Overwrite every cached value; tests poison unwritten slots with NaN this way."""
+        for tensors in self.layers.values():
+            for tensor in tensors.values():
+                tensor.fill_(value)

@@ -1,0 +1,74 @@
+"""Matrix products whose rows do not depend on how many other rows are in the call.
+
+CPU BLAS libraries pick another kernel for 1 row than for 4, and the kernels add up in another order, so the same row
+gets other bits. Exact mode pads the rows to a count from which on all counts agree. Which counts agree is measured on
+this machine, per weight shape, at the first use: bit-equality of every small count and of some large ones with a call
+of many rows. On x86 with MKL: 4 rows, and 8 and above (`bench/exact.py` prints the table and the cost).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+LARGEST_PROBED = 16  # counts above are taken to agree when the samples below do
+LARGE_SAMPLES = (17, 20, 24, 31, 33, 64, 100)
+
+
+class InexactMatmulError(RuntimeError):
+    """No row count up to LARGEST_PROBED agrees with larger ones: this BLAS cannot serve exact mode."""
+
+
+@cache
+def padded_rows(k: int, n: int, dtype: torch.dtype, batched: bool, threads: int) -> tuple[int, ...]:
+    """For each row count 0..LARGEST_PROBED the count to pad to, for a [rows, k] x [k, n] product.
+
+    `batched` probes torch.bmm, else F.linear. `threads` is part of the key, as BLAS splits work by it.
+    """
+    generator = torch.Generator().manual_seed(k * 1_000_003 + n)
+    many = max(LARGE_SAMPLES)
+    x = torch.randn(many, k, generator=generator).to(dtype)
+    weight = torch.randn(n, k, generator=generator).to(dtype)
+
+    def product(rows: Tensor) -> Tensor:
+        if batched:
+            return torch.bmm(rows[None].expand(2, -1, -1), weight.t()[None].expand(2, -1, -1))[0]
+        return F.linear(rows, weight)
+
+    expected = product(x)
+
+    def agrees(count: int) -> bool:
+        starts = {0, 1, min(5, many - count), many - count}
+        return all(torch.equal(product(x[s : s + count].contiguous()), expected[s : s + count]) for s in starts)
+
+    good = [count for count in range(1, LARGEST_PROBED + 1) if agrees(count)]
+    if LARGEST_PROBED not in good or not all(agrees(count) for count in LARGE_SAMPLES):
+        raise InexactMatmulError(f"rows of a [rows, {k}] x [{k}, {n}] product in {dtype} depend on their number here")
+    return tuple(min(g for g in good if g >= count) for count in range(LARGEST_PROBED + 1))
+
+
+def _pad_count(rows: int, k: int, n: int, dtype: torch.dtype, batched: bool) -> int:
+    if rows > LARGEST_PROBED:
+        return 0
+    return padded_rows(k, n, dtype, batched, torch.get_num_threads())[rows] - rows
+
+
+def linear(x: Tensor, weight: Tensor, exact: bool) -> Tensor:
+    """x [T, K] times weight [N, K] transposed: [T, N]. With `exact`, a row's bits do not depend on T."""
+    rows = x.shape[0]
+    extra = _pad_count(rows, x.shape[1], weight.shape[0], x.dtype, batched=False) if exact else 0
+    if not extra:
+        return F.linear(x, weight)
+    return F.linear(F.pad(x, (0, 0, 0, extra)), weight)[:rows]
+
+
+def bmm(a: Tensor, b: Tensor, exact: bool) -> Tensor:
+    """a [B, M, K] times b [B, K, N]: [B, M, N]. With `exact`, a row's bits do not depend on B or M."""
+    rows = a.shape[1]
+    extra = _pad_count(rows, a.shape[2], b.shape[2], a.dtype, batched=True) if exact else 0
+    if not extra:
+        return torch.bmm(a, b)
+    return torch.bmm(F.pad(a, (0, 0, 0, extra)), b)[:, :rows]
