@@ -1,14 +1,21 @@
 """Engine options: one definition from which flags, SKIPSTONE_ variables and YAML keys are made.
 
 `EngineConfig` is frozen. What a field may be is checked once, in `make_config`; what depends on the checkpoint (block
-size, context length) is resolved by the engine when it has read the checkpoint.
+size, context length) is resolved by the engine when it has read the checkpoint. `options_of` describes the fields of
+any options struct; flags, variables, YAML keys and messages are made from it.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import difflib
+import functools
+import math
+import os
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal, get_type_hints
 
 import msgspec
+import msgspec.inspect
 from msgspec import Meta
 
 from skipstone.errors import ConfigError
@@ -17,6 +24,11 @@ Dtype = Literal["auto", "float32", "bfloat16"]
 Device = Literal["auto", "cpu"]
 PositiveInt = Annotated[int, Meta(ge=1)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
+
+VARIABLE_PREFIX = "SKIPSTONE_"
+Kind = Literal["flag", "integer", "number", "choice", "text", "texts", "integers", "biases"]
+_SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
+_BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -36,9 +48,152 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     num_threads: Annotated[PositiveInt | None, Meta(description="CPU threads; default: torch's own choice")] = None
 
 
+class Option(msgspec.Struct, frozen=True):
+    """One field of an options struct, with what flags, variables, YAML keys and error messages need to know of it."""
+
+    name: str
+    kind: Kind
+    nullable: bool
+    default: Any  # msgspec.NODEFAULT: the option must be given
+    allowed: str
+    help: str
+    type: Any
+
+    @property
+    def flag(self) -> str:
+        """Its command-line flag."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        """Its environment variable."""
+        return VARIABLE_PREFIX + self.name.upper()
+
+    def check(self, value: object, source: str = "") -> Any:
+        """Return the value in the field's type. Raises ConfigError naming the option, the value and what is allowed."""
+        try:
+            if isinstance(value, os.PathLike):
+                value = os.fspath(value)
+            if isinstance(value, str) and self.kind not in ("text", "texts", "choice"):
+                value = self.read(value)
+            checked = msgspec.convert(value, self.type, str_keys=True)
+            if self.kind == "number" and checked is not None and not math.isfinite(checked):
+                raise ValueError(value)
+        except (msgspec.ValidationError, ValueError, TypeError):
+            where = f" (from {source})" if source else ""
+            shown = value if isinstance(value, str) and source else repr(value)
+            raise ConfigError(f"{self.name}={shown}{where} must be {self.allowed}") from None
+        return checked
+
+    def read(self, text: str) -> Any:
+        """Turn the text of a flag or variable into a value, without checking its range.
+
+        Raises ValueError for text that is not of the option's kind.
+        """
+        if self.nullable and text.lower() in ("none", "auto"):
+            return None
+        match self.kind:
+            case "flag":
+                return _BOOLEANS[text.lower()] if text.lower() in _BOOLEANS else text
+            case "integer":
+                return read_integer(text)
+            case "number":
+                return float(text)
+            case "texts":
+                return [text]
+            case "integers":
+                return [read_integer(part) for part in text.split(",")]
+            case "biases":
+                return {int(token): float(bias) for token, bias in (part.split("=") for part in text.split(","))}
+            case _:
+                return text
+
+
+def read_integer(text: str) -> int:
+    """Read a whole number; k, m, g multiply by powers of 1000 and K, M, G by powers of 1024. Raises ValueError."""
+    text = text.strip().replace("_", "")
+    factor = _SUFFIXES.get(text[-1:], 1)
+    if factor == 1:
+        return int(text)
+    value = float(text[:-1]) * factor
+    if not value.is_integer():
+        raise ValueError(text)
+    return int(value)
+
+
+@functools.cache
+def options_of(struct: type[msgspec.Struct]) -> dict[str, Option]:
+    """Every field of an options struct as an Option, in the order of definition."""
+    info = msgspec.inspect.type_info(struct)
+    types = get_type_hints(struct, include_extras=True)
+    assert isinstance(info, msgspec.inspect.StructType)
+    return {field.name: _option(field, types[field.name]) for field in info.fields}
+
+
+def _option(field: msgspec.inspect.Field, declared: Any) -> Option:
+    node, text = field.type, ""
+    if isinstance(node, msgspec.inspect.Metadata):
+        text = (node.extra_json_schema or {}).get("description", "")
+        node = node.type
+    members = list(node.types) if isinstance(node, msgspec.inspect.UnionType) else [node]
+    values = [member for member in members if not isinstance(member, msgspec.inspect.NoneType)]
+    nullable = len(values) < len(members)
+    kind, allowed = _kind(values)
+    default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+    return Option(field.name, kind, nullable, default, allowed + (" or none" if nullable else ""), text, declared)
+
+
+def _kind(members: list[msgspec.inspect.Type]) -> tuple[Kind, str]:
+    """How values are read, and what is allowed, in words."""
+    match members:
+        case [msgspec.inspect.BoolType()]:
+            return "flag", "true or false"
+        case [msgspec.inspect.IntType() as node]:
+            return "integer", "a whole number" + _bounds(node)
+        case [msgspec.inspect.FloatType() as node]:
+            return "number", "a number" + _bounds(node)
+        case [msgspec.inspect.LiteralType() as node]:
+            return "choice", "one of " + ", ".join(str(value) for value in node.values)
+        case [msgspec.inspect.StrType()]:
+            return "text", "text"
+        case [msgspec.inspect.StrType(), msgspec.inspect.ListType()]:
+            return "texts", "text or a list of texts"
+        case [msgspec.inspect.ListType()]:
+            return "integers", "a list of whole numbers"
+        case [msgspec.inspect.DictType()]:
+            return "biases", "a map from token id to number (on the command line ID=BIAS)"
+        case _:
+            raise TypeError(f"no way to read {members} from a flag; extend skipstone.config._kind")
+
+
+def _bounds(node: msgspec.inspect.IntType | msgspec.inspect.FloatType) -> str:
+    if node.ge is not None:
+        return f" of at least {node.ge}"
+    if node.gt is not None:
+        return f" above {node.gt}"
+    return ""
+
+
+def unknown_option(name: str, known: Iterable[str], kind: str = "option", source: str = "") -> ConfigError:
+    """The error for a name that is no option: it says which known name is nearest, or lists them all."""
+    names = list(known)
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {near[0]}?" if near else "known: " + ", ".join(names)
+    where = f" (from {source})" if source else ""
+    return ConfigError(f"no {kind} {name!r}{where}; {hint}")
+
+
 def make_config(**options: object) -> EngineConfig:
-    """Check options against the definition. Raises ConfigError naming the option, its value and what is allowed."""
-    try:
-        return msgspec.convert(options, EngineConfig)
-    except msgspec.ValidationError as error:
-        raise ConfigError(str(error)) from None
+    """Check options against the definition.
+
+    Raises ConfigError naming the option, its value and what is allowed; for an unknown option, the nearest known one.
+    """
+    known = options_of(EngineConfig)
+    checked = {}
+    for name, value in options.items():
+        if name not in known:
+            raise unknown_option(name, known)
+        checked[name] = known[name].check(value)
+    if "model" not in checked:
+        raise ConfigError("model is missing: name a checkpoint folder, or one of the demos: demo, demo-dsa")
+    return EngineConfig(**checked)

@@ -1,0 +1,47 @@
+"""Where a model named on the command line lies: a checkpoint folder, or one of the demos that ship with the project."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from skipstone.errors import CheckpointError
+
+DEMOS = ("demo", "demo-dsa")
+_PACKAGE = Path(__file__).resolve().parent.parent
+
+
+def locate(model: str) -> Path:
+    """Return the folder of a checkpoint. A folder wins over a demo of the same name.
+
+    Raises CheckpointError that says what was looked for: an absent folder, a folder without config.json, a single file.
+    """
+    folder = Path(model).expanduser()
+    if folder.is_dir() and (model not in DEMOS or (folder / "config.json").is_file()):
+        return _checked(folder)
+    if folder.is_file():
+        raise CheckpointError(f"model={model} is a file; name the folder that holds config.json and *.safetensors")
+    if model in DEMOS:
+        return _demo(model)
+    raise CheckpointError(
+        f"model={model} is neither a folder ({folder.absolute()} does not exist) nor a demo; nothing is downloaded: "
+        f"name a checkpoint folder on this machine, or one of {', '.join(DEMOS)}"
+    )
+
+
+def _demo(name: str) -> Path:
+    # A source tree keeps the checkpoints beside the package, a wheel carries them inside it.
+    places = [_PACKAGE.parent / "checkpoints" / name, _PACKAGE / "checkpoints" / name]
+    for folder in places:
+        if (folder / "config.json").is_file():
+            return folder
+    looked = " and ".join(str(folder) for folder in places)
+    raise CheckpointError(f"model={name}: this demo checkpoint is not installed; looked for {looked}")
+
+
+def _checked(folder: Path) -> Path:
+    if (folder / "config.json").is_file():
+        return folder
+    # The commonest slip: naming the folder that holds several checkpoints.
+    inside = sorted(path.parent.name for path in folder.glob("*/config.json"))
+    hint = f"; it holds {', '.join(inside[:5])}: name one of these" if inside else "; is it a complete checkpoint?"
+    raise CheckpointError(f"{folder} has no config.json{hint}")
