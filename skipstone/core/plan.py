@@ -38,12 +38,12 @@ class StepPlan:
         return sum(item.query_len for item in self.scheduled)
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepResult:
     """What one scheduled request got: emitted tokens (drafts kept plus one), their log-probabilities if asked."""
 
-    token_ids: list[int]
-    num_accepted: int
+    token_ids: list[int] = field(default_factory=list)
+    num_accepted: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 

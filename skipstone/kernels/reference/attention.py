@@ -1,0 +1,133 @@
+"""Attention over paged caches in plain torch, vectorised over rows. The CPU path, and the twin of every fast kernel.
+
+Bits of a row do not depend on the other rows of the step: every reduction over keys has a fixed length. Dense attention
+adds up tiles of KEY_TILE keys in ascending order, where a tile beyond a row's own length adds exactly zero; sparse
+attention always reduces over the whole budget, with masked entries as exact zeros. Masked values are set to zero before
+the product, as zero times a NaN in an unwritten slot would be NaN.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from skipstone.core.batch import Span
+from skipstone.kernels.reference.gemm import bmm
+
+KEY_TILE = 256
+
+
+def gather_blocks(cache: Tensor, block_table: Tensor, multiple: int) -> Tensor:
+    """All cached rows of each request, in order: [R, heads, S, width], S rounded up to a multiple of `multiple`.
+
+    cache [num_blocks, heads, block_size, width], block_table [R, blocks] int64. Entries past a request's blocks point
+    at the spare block 0; the caller masks by position.
+    """
+    num_requests, blocks = block_table.shape
+    _, heads, block_size, width = cache.shape
+    padding = -blocks % max(multiple // block_size, 1)
+    if padding:
+        block_table = torch.nn.functional.pad(block_table, (0, padding))
+    gathered = cache[block_table]  # [R, blocks, heads, block_size, width]
+    return gathered.transpose(1, 2).reshape(num_requests, heads, -1, width)
+
+
+def dense_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, span: Span, scale: float, exact: bool) -> Tensor:
+    """Causal attention of each row over all keys of its request up to its own position.
+
+    q [R * n, H, D] for the R requests of `span`; caches [num_blocks, Hkv, block_size, D]. Returns [R * n, H, D].
+    """
+    requests, n = span.positions.shape
+    kv_heads, width = k_cache.shape[1], k_cache.shape[3]
+    group = q.shape[1] // kv_heads
+    keys = gather_blocks(k_cache, span.block_table, KEY_TILE).flatten(0, 1)  # [R * Hkv, S, D]
+    values = gather_blocks(v_cache, span.block_table, KEY_TILE)  # [R, Hkv, S, D]
+    length = keys.shape[1]
+    queries = q.view(requests, n, kv_heads, group, width).permute(0, 2, 1, 3, 4).reshape(requests * kv_heads, n * group, width)
+    scores = bmm(queries, keys.transpose(1, 2), exact).float().mul_(scale).view(requests, kv_heads, n, group, length)
+    hidden = torch.arange(length, device=q.device) > span.positions[:, :, None]  # [R, n, S]
+    scores.masked_fill_(hidden[:, None, :, None], -torch.inf)
+    values = values.masked_fill((torch.arange(length, device=q.device) > span.positions[:, -1:])[:, None, :, None], 0)
+    weights = torch.exp(scores - scores.amax(dim=-1, keepdim=True))  # [R, Hkv, n, group, S] float32
+    tiles = length // KEY_TILE
+    weights = weights.view(requests * kv_heads, n * group, tiles, KEY_TILE).transpose(1, 2)
+    total = add_in_order(weights.sum(dim=-1))  # [R * Hkv, n * group]
+    partial = bmm(
+        weights.reshape(-1, n * group, KEY_TILE).to(q.dtype), values.reshape(-1, KEY_TILE, values.shape[-1]), exact
+    )
+    out = add_in_order(partial.view(requests * kv_heads, tiles, n * group, -1).float()) / total[:, :, None]
+    out = out.view(requests, kv_heads, n, group, -1).permute(0, 2, 1, 3, 4)
+    return out.reshape(requests * n, kv_heads * group, -1).to(q.dtype)
+
+
+def add_in_order(parts: Tensor) -> Tensor:
+    """Sum over dim 1, first to last, so that trailing zeros change no bit."""
+    total = parts[:, 0]
+    for tile in range(1, parts.shape[1]):
+        total = total + parts[:, tile]
+    return total
+
+
+def block_sparse_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    indices: Tensor,
+    unit: int,
+    positions: Tensor,
+    row_block_table: Tensor,
+    scale: float,
+    exact: bool,
+) -> Tensor:
+    """Attention of each row and KV head over the selected blocks of `unit` tokens (MiniMax-M3).
+
+    q [T, H, D], caches [num_blocks, Hkv, block_size, D], indices [T, Hkv, S] int32 ascending then PAD, positions [T],
+    row_block_table [T, blocks] int64. Returns [T, H, D]. A row without any selected key gives zeros.
+    """
+    rows, heads, width = q.shape
+    _, kv_heads, block_size, _ = k_cache.shape
+    per_block, budget = block_size // unit, indices.shape[-1]
+    units = indices.clamp(min=0).long()  # [T, Hkv, S]
+    block = torch.div(units, per_block, rounding_mode="floor")
+    physical = row_block_table[:, None].expand(-1, kv_heads, -1).gather(2, block)  # [T, Hkv, S]
+    head = torch.arange(kv_heads, device=q.device)[:, None]
+    place = ((physical * kv_heads + head) * per_block + units % per_block).view(-1)
+    keys = k_cache.view(-1, unit * width).index_select(0, place).view(rows * kv_heads, budget * unit, width)
+    values = v_cache.view(-1, unit * width).index_select(0, place).view(rows * kv_heads, budget * unit, width)
+    token = units[..., None] * unit + torch.arange(unit, device=q.device)  # [T, Hkv, S, unit]
+    hidden = (token > positions[:, None, None, None]) | (indices < 0)[..., None]
+    hidden = hidden.view(rows * kv_heads, 1, budget * unit)
+    queries = q.reshape(rows * kv_heads, heads // kv_heads, width)
+    return _attend(queries, keys, values, hidden, scale, exact).view(rows, heads, width)
+
+
+def token_sparse_attention(
+    q: Tensor,
+    latent_cache: Tensor,
+    indices: Tensor,
+    row_block_table: Tensor,
+    value_width: int,
+    scale: float,
+    exact: bool,
+) -> Tensor:
+    """Absorbed MLA over the selected tokens (DeepSeek-V3.2): keys are latent rows, values their first dims.
+
+    q [T, H, D_latent], latent_cache [num_blocks, 1, block_size, D_latent], indices [T, S] int32 then PAD,
+    row_block_table [T, blocks] int64. Returns [T, H, value_width]. A row without any selected key gives zeros.
+    """
+    rows, _, width = q.shape
+    block_size = latent_cache.shape[2]
+    tokens = indices.clamp(min=0).long()  # [T, S]
+    block = torch.div(tokens, block_size, rounding_mode="floor")
+    slots = row_block_table.gather(1, block) * block_size + tokens % block_size
+    keys = latent_cache.view(-1, width).index_select(0, slots.view(-1)).view(rows, -1, width)
+    hidden = (indices < 0)[:, None]
+    return _attend(q, keys, keys[..., :value_width], hidden, scale, exact)
+
+
+def _attend(q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, scale: float, exact: bool) -> Tensor:
+    """Softmax attention, one query set per key set: q [B, M, D], keys [B, S, D], values [B, S, V], hidden [B, 1, S]."""
+    scores = bmm(q, keys.transpose(1, 2), exact).float().mul_(scale).masked_fill_(hidden, -torch.inf)  # [B, M, S]
+    weights = torch.softmax(scores, dim=-1).masked_fill_(hidden, 0)  # a row with no key at all is NaN before the fill
+    values = values.masked_fill(hidden.transpose(1, 2), 0)
+    return bmm(weights.to(q.dtype), values, exact)

@@ -1,0 +1,58 @@
+"""Projections and norms as modules that own their weights."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from skipstone.kernels.reference.gemm import linear
+from skipstone.kernels.reference.pointwise import layer_norm, rms_norm
+
+
+class Linear(nn.Module):
+    """x [T, in] -> [T, out] without bias; rows are bit-independent of each other when `exact`."""
+
+    def __init__(self, in_features: int, out_features: int, dtype: torch.dtype, exact: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype), requires_grad=False)
+        self.exact = exact
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, in] -> [T, out] in the weight's dtype."""
+        return linear(x.to(self.weight.dtype), self.weight, self.exact)
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last dimension with a float32 gain.
+
+    `offset` 1 is the Gemma form of MiniMax-M3: stored weights are zero-centred, the gain is 1 + weight; it is added
+    once, when the weights have been loaded.
+    """
+
+    def __init__(self, width: int, eps: float, offset: float = 0.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width, dtype=torch.float32), requires_grad=False)
+        self.eps = eps
+        self.offset = offset
+
+    def after_load(self) -> None:
+        """Turn the stored weight into the gain."""
+        self.weight.add_(self.offset)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., D] -> [..., D] in x's dtype."""
+        return rms_norm(x, self.weight, self.eps)
+
+
+class LayerNorm(nn.Module):
+    """Mean-and-variance norm with weight and bias in float32 (the indexer's keys of DeepSeek-V3.2)."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width, dtype=torch.float32), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(width, dtype=torch.float32), requires_grad=False)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., D] -> [..., D] in x's dtype."""
+        return layer_norm(x, self.weight, self.bias, self.eps)

@@ -1,0 +1,126 @@
+"""What every model offers the engine, and how its config keys are read."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from skipstone.attention.backend import Backends, SparseSettings
+from skipstone.core.batch import Batch
+from skipstone.core.kv_cache import CacheSpec, KVCache
+from skipstone.errors import ConfigError
+
+
+class ModelConfig(Protocol):
+    """The part of a model's configuration that the engine reads."""
+
+    hidden_size: int
+    vocab_size: int
+    num_layers: int
+    max_position_embeddings: int
+    block_unit: int  # cache blocks must be a multiple of this many tokens
+    softmax_scale: float
+    sparse: SparseSettings
+    declared_mtp_modules: int
+
+
+class CausalLM(nn.Module):
+    """A language model over paged caches. Subclasses are one file each and read like the paper."""
+
+    config: ModelConfig
+
+    @classmethod
+    def read_config(cls, raw: dict[str, Any]) -> ModelConfig:
+        """Read and check config.json. Raises ConfigError naming a key that is missing or out of range."""
+        raise NotImplementedError
+
+    def cache_specs(self) -> list[CacheSpec]:
+        """One per layer: its cache group, tensors and attention backend."""
+        raise NotImplementedError
+
+    def forward(self, batch: Batch, cache: KVCache, backends: Backends) -> Tensor:
+        """Hidden states [T, H] after the final norm."""
+        raise NotImplementedError
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[L, H] -> [L, V] float32."""
+        raise NotImplementedError
+
+    def weight_slots(self) -> dict[str, Tensor]:
+        """Hub tensor name -> the view of a parameter that it fills, each exactly once."""
+        raise NotImplementedError
+
+    def ignored_weight(self, name: str) -> str | None:
+        """Why a checkpoint tensor without a slot is left out ("vision tower"), or None: it is unexpected."""
+        raise NotImplementedError
+
+    def after_load(self) -> None:
+        """What must be derived from the weights once they are in place."""
+        for module in self.modules():
+            if module is not self and hasattr(module, "after_load"):
+                module.after_load()
+
+
+class ConfigReader:
+    """Typed reads from a raw config dictionary; every error names the key, its value and what is expected."""
+
+    def __init__(self, raw: dict[str, Any], where: str) -> None:
+        self.raw = raw
+        self.where = where
+
+    def integer(self, key: str, low: int = 1, default: int | None = None) -> int:
+        """An int of at least `low`. Raises ConfigError."""
+        value = self.raw.get(key, default)
+        if value is None:
+            raise self._missing(key)
+        if not isinstance(value, int) or isinstance(value, bool) or value < low:
+            raise ConfigError(f"{self.where}: {key}={value!r} must be a whole number of at least {low}; fix config.json")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A finite positive number. Raises ConfigError."""
+        value = self.raw.get(key, default)
+        if value is None:
+            raise self._missing(key)
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < float("inf"):
+            raise ConfigError(f"{self.where}: {key}={value!r} must be a positive number; fix config.json")
+        return float(value)
+
+    def flags(self, key: str, length: int) -> tuple[bool, ...]:
+        """A list of `length` zeros and ones, one per layer. Raises ConfigError."""
+        value = self.raw.get(key)
+        if value is None:
+            raise self._missing(key)
+        if not isinstance(value, list) or len(value) != length or any(item not in (0, 1) for item in value):
+            raise ConfigError(f"{self.where}: {key} must list {length} times 0 or 1, one per layer; got {value!r:.80}")
+        return tuple(bool(item) for item in value)
+
+    def expect(self, key: str, allowed: tuple[Any, ...], default: Any = None) -> Any:
+        """One of the values we implement. Raises ConfigError."""
+        value = self.raw.get(key, default)
+        if value not in allowed:
+            options = " or ".join(repr(item) for item in allowed)
+            raise ConfigError(f"{self.where}: {key}={value!r} is not supported, only {options}")
+        return value
+
+    def section(self, key: str) -> ConfigReader:
+        """A nested object. Raises ConfigError."""
+        value = self.raw.get(key)
+        if not isinstance(value, dict):
+            raise self._missing(key) if value is None else ConfigError(f"{self.where}: {key} must be an object")
+        return ConfigReader(value, f"{self.where}.{key}")
+
+    def multiple(self, key: str, value: int, of_key: str, of: int) -> None:
+        """Check that one key is a multiple of another. Raises ConfigError."""
+        if value % of:
+            raise ConfigError(f"{self.where}: {key}={value} must be a multiple of {of_key}={of}; fix config.json")
+
+    def _missing(self, key: str) -> ConfigError:
+        return ConfigError(f"{self.where}: key {key!r} is missing; take config.json from the model's own release")
+
+
+def empty_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
+    """An uninitialised weight that the loader fills."""
+    return nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)

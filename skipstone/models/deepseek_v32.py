@@ -1,0 +1,317 @@
+"""DeepSeek-V3.2: latent attention (MLA) over the tokens that a lightning indexer selects, and group-limited MoE.
+
+One layer: norm; latent query and latent key/value; the indexer scores every earlier token from the same inputs; the
+absorbed query attends to the selected latents only. Rotary pairs differ: MLA rotates neighbours (2i, 2i+1) of the last
+dims, the indexer rotates halves (i, i + d/2) of the first dims.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from skipstone.attention.backend import Backends, CacheRows, IndexQuery, SparseSettings
+from skipstone.core.batch import Batch
+from skipstone.core.kv_cache import CacheSpec, CacheTensorSpec, KVCache
+from skipstone.kernels.reference.gemm import bmm, linear
+from skipstone.kernels.reference.pointwise import rotate_halves, rotate_pairs, silu_mul
+from skipstone.layers.feed_forward import GatedMLP, MixtureOfExperts, Router
+from skipstone.layers.linear import LayerNorm, Linear, RMSNorm
+from skipstone.layers.rotary import Yarn, rotary_table
+from skipstone.models.base import CausalLM, ConfigReader, empty_parameter
+
+INDEX_NORM_EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class DeepseekV32Config:
+    """The keys of config.json that the model needs, under our names."""
+
+    hidden_size: int
+    vocab_size: int
+    num_layers: int
+    max_position_embeddings: int
+    heads: int
+    q_rank: int
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    rope_theta: float
+    yarn: Yarn | None
+    eps: float
+    index_heads: int
+    index_dim: int
+    sparse: SparseSettings
+    dense_layers: int
+    dense_intermediate: int
+    expert_intermediate: int
+    experts: int
+    shared_experts: int
+    experts_per_token: int
+    expert_groups: int
+    kept_groups: int
+    routed_scaling: float
+    declared_mtp_modules: int
+
+    @property
+    def block_unit(self) -> int:
+        """Any block size serves token-level selection."""
+        return 1
+
+    @property
+    def softmax_scale(self) -> float:
+        """(nope + rope)^-1/2, times the square of YaRN's attention temperature."""
+        temperature = self.yarn.amplitude(self.yarn.mscale_all_dim) if self.yarn else 1.0
+        return float((self.nope_dim + self.rope_dim) ** -0.5 * temperature**2)
+
+
+def _read_yarn(reader: ConfigReader) -> Yarn | None:
+    key = "rope_parameters" if "rope_parameters" in reader.raw else "rope_scaling"
+    if reader.raw.get(key) is None:
+        return None
+    rope = reader.section(key)
+    kind = rope.expect("rope_type" if "rope_type" in rope.raw else "type", ("yarn", "default"))
+    if kind == "default":
+        return None
+    return Yarn(
+        factor=rope.number("factor"),
+        original_max_position=rope.integer("original_max_position_embeddings"),
+        beta_fast=rope.number("beta_fast", default=32.0),
+        beta_slow=rope.number("beta_slow", default=1.0),
+        mscale=rope.number("mscale", default=1.0),
+        mscale_all_dim=rope.number("mscale_all_dim", default=1.0),
+    )
+
+
+def _check_supported(reader: ConfigReader) -> None:
+    reader.expect("hidden_act", ("silu",), "silu")
+    reader.expect("scoring_func", ("sigmoid",), "sigmoid")
+    reader.expect("topk_method", ("noaux_tc",), "noaux_tc")
+    reader.expect("norm_topk_prob", (True,), True)
+    reader.expect("attention_bias", (False,), False)
+    reader.expect("tie_word_embeddings", (False,), False)
+    reader.expect("moe_layer_freq", (1,), 1)
+    reader.expect("indexer_rope_interleave", (False,), False)
+    reader.expect("index_topk_freq", (1,), 1)
+
+
+def read_deepseek_v32(raw: dict[str, Any]) -> DeepseekV32Config:
+    """Read config.json. Raises ConfigError naming the key."""
+    reader = ConfigReader(raw, "config.json")
+    _check_supported(reader)
+    experts, groups = reader.integer("n_routed_experts"), reader.integer("n_group")
+    reader.multiple("n_routed_experts", experts, "n_group", groups)
+    kept, top_k = reader.integer("topk_group"), reader.integer("num_experts_per_tok")
+    reader.expect("topk_group", tuple(range(1, groups + 1)))
+    reader.expect("num_experts_per_tok", tuple(range(1, kept * (experts // groups) + 1)))
+    kv_rank, rope_dim, index_dim = (reader.integer(k) for k in ("kv_lora_rank", "qk_rope_head_dim", "index_head_dim"))
+    reader.multiple("qk_rope_head_dim", rope_dim, "2 halves", 2)
+    reader.expect("qk_rope_head_dim", tuple(range(2, index_dim + 1, 2)))
+    theta = (reader.raw.get("rope_parameters") or {}).get("rope_theta")
+    return DeepseekV32Config(
+        hidden_size=reader.integer("hidden_size"),
+        vocab_size=reader.integer("vocab_size"),
+        num_layers=reader.integer("num_hidden_layers"),
+        max_position_embeddings=reader.integer("max_position_embeddings"),
+        heads=reader.integer("num_attention_heads"),
+        q_rank=reader.integer("q_lora_rank"),
+        kv_rank=kv_rank,
+        nope_dim=reader.integer("qk_nope_head_dim"),
+        rope_dim=rope_dim,
+        value_dim=reader.integer("v_head_dim"),
+        rope_theta=reader.number("rope_theta", default=theta),
+        yarn=_read_yarn(reader),
+        eps=reader.number("rms_norm_eps"),
+        index_heads=reader.integer("index_n_heads"),
+        index_dim=index_dim,
+        sparse=SparseSettings(unit=1, budget=reader.integer("index_topk"), value_width=kv_rank),
+        dense_layers=reader.integer("first_k_dense_replace", low=0),
+        dense_intermediate=reader.integer("intermediate_size"),
+        expert_intermediate=reader.integer("moe_intermediate_size"),
+        experts=experts,
+        shared_experts=reader.integer("n_shared_experts", low=0),
+        experts_per_token=top_k,
+        expert_groups=groups,
+        kept_groups=kept,
+        routed_scaling=reader.number("routed_scaling_factor"),
+        declared_mtp_modules=reader.integer("num_nextn_predict_layers", low=0, default=0),
+    )
+
+
+class LightningIndexer(nn.Module):
+    """Scores earlier tokens from the layer's input and its latent query."""
+
+    def __init__(self, config: DeepseekV32Config, exact: bool) -> None:
+        super().__init__()
+        self.config, self.exact = config, exact
+        self.k_norm = LayerNorm(config.index_dim, INDEX_NORM_EPS)
+        self.head_weights = empty_parameter(config.index_heads, config.hidden_size, dtype=torch.float32)
+        self.weight_scale = config.index_heads**-0.5 * config.index_dim**-0.5
+
+    def query(self, x: Tensor, projected_q: Tensor, rotary: Tensor) -> IndexQuery:
+        """x [T, H], projected_q [T, HI * DI] -> rotated queries [T, HI, DI] and head weights [T, HI] float32."""
+        q = rotate_halves(projected_q.view(x.shape[0], -1, self.config.index_dim), rotary)
+        return IndexQuery(q, linear(x.float(), self.head_weights, self.exact) * self.weight_scale)
+
+    def key(self, projected_k: Tensor, rotary: Tensor) -> Tensor:
+        """projected_k [T, DI] -> the cached index key [T, 1, DI]."""
+        return rotate_halves(self.k_norm(projected_k)[:, None], rotary)
+
+
+class Attention(nn.Module):
+    """MLA in its absorbed form over selected latents."""
+
+    def __init__(self, config: DeepseekV32Config, layer: int, dtype: torch.dtype, exact: bool) -> None:
+        super().__init__()
+        self.config, self.layer, self.exact = config, layer, exact
+        heads, q_dim = config.heads, config.nope_dim + config.rope_dim
+        self.in_widths = [config.q_rank, config.kv_rank, config.rope_dim, config.index_dim]
+        self.in_proj = Linear(config.hidden_size, sum(self.in_widths), dtype, exact)
+        self.q_norm = RMSNorm(config.q_rank, config.eps)
+        self.kv_norm = RMSNorm(config.kv_rank, config.eps)
+        self.q_widths = [heads * q_dim, config.index_heads * config.index_dim]
+        self.q_up = Linear(config.q_rank, sum(self.q_widths), dtype, exact)
+        self.kv_up = empty_parameter(heads, config.nope_dim + config.value_dim, config.kv_rank, dtype=dtype)
+        self.o_proj = Linear(heads * config.value_dim, config.hidden_size, dtype, exact)
+        self.indexer = LightningIndexer(config, exact)
+
+    def forward(self, x: Tensor, rotary: Tensor, cache: KVCache, backends: Backends) -> Tensor:
+        """Normalised x [T, H], rotary [T, rope_dim] -> [T, H]."""
+        config, rows, backend = self.config, x.shape[0], backends["dsa"]
+        latent_q, latent, rope_k, index_k = self.in_proj(x).split(self.in_widths, dim=-1)
+        q, index_q = self.q_up(self.q_norm(latent_q)).split(self.q_widths, dim=-1)
+        latent_row = torch.cat([self.kv_norm(latent)[:, None], rotate_pairs(rope_k[:, None], rotary)], dim=-1)
+        backend.write(self.layer, CacheRows(latent=latent_row, index_k=self.indexer.key(index_k, rotary)), cache)
+        selection = backend.select(self.layer, self.indexer.query(x, index_q, rotary), cache)
+        nope_q, rope_q = q.view(rows, config.heads, -1).split([config.nope_dim, config.rope_dim], dim=-1)
+        key_up, value_up = self.kv_up.split([config.nope_dim, config.value_dim], dim=1)  # [H, nope | value, kv_rank]
+        absorbed = bmm(nope_q.transpose(0, 1), key_up, self.exact).transpose(0, 1)  # [T, H, kv_rank]
+        query = torch.cat([absorbed, rotate_pairs(rope_q, rotary)], dim=-1)
+        latent_out = backend.run(self.layer, query, selection, cache)  # [T, H, kv_rank]
+        out = bmm(latent_out.transpose(0, 1), value_up.transpose(1, 2), self.exact).transpose(0, 1)
+        return self.o_proj(out.reshape(rows, -1))
+
+    def cache_spec(self) -> CacheSpec:
+        """One latent and one index key per token, shared by all heads."""
+        config = self.config
+        latent = CacheTensorSpec("latent", 1, config.kv_rank + config.rope_dim)
+        return CacheSpec(self.layer, "latents + index keys", "dsa", (latent, CacheTensorSpec("index_k", 1, config.index_dim)))
+
+    def weight_slots(self, prefix: str) -> dict[str, Tensor]:
+        """Checkpoint name -> the view it fills."""
+        config = self.config
+        q_a, kv_a, index_k = self.in_proj.weight.split(
+            [config.q_rank, config.kv_rank + config.rope_dim, config.index_dim]
+        )
+        q_b, index_q = self.q_up.weight.split(self.q_widths)
+        return {
+            f"{prefix}.q_a_proj.weight": q_a,
+            f"{prefix}.q_a_layernorm.weight": self.q_norm.weight,
+            f"{prefix}.q_b_proj.weight": q_b,
+            f"{prefix}.kv_a_proj_with_mqa.weight": kv_a,
+            f"{prefix}.kv_a_layernorm.weight": self.kv_norm.weight,
+            f"{prefix}.kv_b_proj.weight": self.kv_up.flatten(0, 1),
+            f"{prefix}.o_proj.weight": self.o_proj.weight,
+            f"{prefix}.indexer.wq_b.weight": index_q,
+            f"{prefix}.indexer.wk.weight": index_k,
+            f"{prefix}.indexer.k_norm.weight": self.indexer.k_norm.weight,
+            f"{prefix}.indexer.k_norm.bias": self.indexer.k_norm.bias,
+            f"{prefix}.indexer.weights_proj.weight": self.indexer.head_weights,
+        }
+
+
+class DecoderLayer(nn.Module):
+    """x + attention(norm(x)), then x + feed-forward(norm(x))."""
+
+    def __init__(self, config: DeepseekV32Config, layer: int, dtype: torch.dtype, exact: bool) -> None:
+        super().__init__()
+        hidden = config.hidden_size
+        self.attention_norm = RMSNorm(hidden, config.eps)
+        self.attention = Attention(config, layer, dtype, exact)
+        self.ffn_norm = RMSNorm(hidden, config.eps)
+        self.ffn: GatedMLP | MixtureOfExperts
+        if layer < config.dense_layers:
+            self.ffn = GatedMLP(hidden, config.dense_intermediate, silu_mul, dtype, exact)
+        else:
+            router = Router(
+                hidden,
+                config.experts,
+                config.experts_per_token,
+                config.routed_scaling,
+                exact,
+                config.expert_groups,
+                config.kept_groups,
+            )
+            width = config.expert_intermediate * config.shared_experts
+            shared = GatedMLP(hidden, width, silu_mul, dtype, exact) if width else None
+            self.ffn = MixtureOfExperts(hidden, config.expert_intermediate, config.experts, router, shared, silu_mul, dtype)
+
+    def forward(self, x: Tensor, rotary: Tensor, cache: KVCache, backends: Backends) -> Tensor:
+        """[T, H] -> [T, H]."""
+        x = x + self.attention(self.attention_norm(x), rotary, cache, backends)
+        return x + self.ffn(self.ffn_norm(x))
+
+    def weight_slots(self, prefix: str) -> dict[str, Tensor]:
+        """Checkpoint name -> the view it fills."""
+        slots = {
+            f"{prefix}.input_layernorm.weight": self.attention_norm.weight,
+            f"{prefix}.post_attention_layernorm.weight": self.ffn_norm.weight,
+            **self.attention.weight_slots(f"{prefix}.self_attn"),
+        }
+        if isinstance(self.ffn, GatedMLP):
+            return slots | self.ffn.weight_slots(f"{prefix}.mlp")
+        slots[f"{prefix}.mlp.gate.weight"] = self.ffn.router.weight
+        slots[f"{prefix}.mlp.gate.e_score_correction_bias"] = self.ffn.router.bias
+        slots |= self.ffn.expert_slots(f"{prefix}.mlp.experts", "gate_proj", "up_proj", "down_proj")
+        return slots | (self.ffn.shared.weight_slots(f"{prefix}.mlp.shared_experts") if self.ffn.shared else {})
+
+
+class DeepseekV32(CausalLM):
+    """DeepSeek-V3.2 without its draft layer."""
+
+    config: DeepseekV32Config
+    read_config = staticmethod(read_deepseek_v32)
+
+    def __init__(self, config: DeepseekV32Config, dtype: torch.dtype, exact: bool, max_position: int) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = empty_parameter(config.vocab_size, config.hidden_size, dtype=dtype)
+        self.layers = nn.ModuleList(DecoderLayer(config, i, dtype, exact) for i in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.eps)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype, exact)
+        table = rotary_table(config.rope_dim, config.rope_theta, max_position, config.yarn)
+        self.register_buffer("rotary", table, persistent=False)
+
+    def cache_specs(self) -> list[CacheSpec]:
+        """One per layer."""
+        return [layer.attention.cache_spec() for layer in self.layers]
+
+    def forward(self, batch: Batch, cache: KVCache, backends: Backends) -> Tensor:
+        """Hidden states [T, H] after the final norm."""
+        x = self.embed[batch.input_ids]
+        rotary = self.rotary[batch.positions]  # [T, rope_dim]
+        for layer in self.layers:
+            x = layer(x, rotary, cache, backends)
+        return self.norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[L, H] -> [L, V] float32."""
+        return self.lm_head(hidden).float()
+
+    def weight_slots(self) -> dict[str, Tensor]:
+        """Hub names."""
+        slots = {"model.embed_tokens.weight": self.embed, "model.norm.weight": self.norm.weight, "lm_head.weight": self.lm_head.weight}
+        for i, layer in enumerate(self.layers):
+            slots |= layer.weight_slots(f"model.layers.{i}")
+        return slots
+
+    def ignored_weight(self, name: str) -> str | None:
+        """Layers from `num_layers` on are draft modules, loaded by their proposers."""
+        parts = name.split(".")
+        if name.startswith("model.layers.") and parts[2].isdigit() and int(parts[2]) >= self.config.num_layers:
+            return "MTP module"
+        return None

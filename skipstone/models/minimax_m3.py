@@ -1,0 +1,289 @@
+"""MiniMax-M3, text tower: grouped-query attention, block-sparse from the first sparse layer on, and MoE.
+
+One pass of a sparse layer: norm; one product gives [q | k | index q | index k | v]; per-head Gemma norm and partial
+rotary on the first four; caches written; the index heads choose blocks, one set per KV head; attention; MoE.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from skipstone.attention.backend import Backends, CacheRows, IndexQuery, SparseSettings
+from skipstone.core.batch import Batch
+from skipstone.core.kv_cache import CacheSpec, CacheTensorSpec, KVCache
+from skipstone.kernels.reference.pointwise import clamped_swiglu, rms_norm, rotate_halves
+from skipstone.layers.feed_forward import GatedMLP, MixtureOfExperts, Router
+from skipstone.layers.linear import Linear, RMSNorm
+from skipstone.layers.rotary import rotary_table
+from skipstone.models.base import CausalLM, ConfigReader, empty_parameter
+
+
+@dataclass(frozen=True)
+class MiniMaxM3Config:
+    """The keys of `text_config` that the text tower needs, under our names."""
+
+    hidden_size: int
+    vocab_size: int
+    num_layers: int
+    max_position_embeddings: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    rope_theta: float
+    eps: float
+    sparse_layers: tuple[bool, ...]
+    moe_layers: tuple[bool, ...]
+    sparse: SparseSettings
+    dense_intermediate: int
+    expert_intermediate: int
+    shared_intermediate: int
+    experts: int
+    experts_per_token: int
+    routed_scaling: float
+    swiglu_alpha: float
+    swiglu_limit: float
+    declared_mtp_modules: int
+
+    @property
+    def block_unit(self) -> int:
+        """Cache blocks hold whole sparse blocks."""
+        return self.sparse.unit
+
+    @property
+    def softmax_scale(self) -> float:
+        """head_dim^-1/2."""
+        return float(self.head_dim**-0.5)
+
+
+def _read_sparse(reader: ConfigReader, layers: int, kv_heads: int, head_dim: int) -> tuple[tuple[bool, ...], SparseSettings]:
+    sparse = reader.section("sparse_attention_config")
+    sparse.expect("use_sparse_attention", (True,))
+    sparse.expect("sparse_score_type", ("max",), "max")
+    sparse.expect("sparse_num_index_heads", (kv_heads,))
+    sparse.expect("sparse_index_dim", (head_dim,))
+    sparse_layers = sparse.flags("sparse_attention_freq", layers)
+    no_value = sparse.flags("sparse_disable_index_value", layers) if "sparse_disable_index_value" in sparse.raw else sparse_layers
+    if any(is_sparse and not off for is_sparse, off in zip(sparse_layers, no_value, strict=True)):
+        sparse.expect("sparse_disable_index_value", (list(sparse_layers),))
+    settings = SparseSettings(
+        unit=sparse.integer("sparse_block_size"),
+        budget=sparse.integer("sparse_topk_blocks"),
+        init_units=sparse.integer("sparse_init_block", low=0, default=0),
+        local_units=sparse.integer("sparse_local_block", low=0, default=1),
+        groups=kv_heads,
+    )
+    if settings.init_units + settings.local_units > settings.budget:
+        sparse.expect("sparse_init_block", tuple(range(settings.budget - settings.local_units + 1)))
+    return sparse_layers, settings
+
+
+def read_minimax_m3(raw: dict[str, Any]) -> MiniMaxM3Config:
+    """Read config.json, nested under `text_config` or flat. Raises ConfigError naming the key."""
+    nested = "text_config" in raw
+    reader = ConfigReader(raw, "config.json").section("text_config") if nested else ConfigReader(raw, "config.json")
+    layers = reader.integer("num_hidden_layers")
+    heads, kv_heads = reader.integer("num_attention_heads"), reader.integer("num_key_value_heads")
+    reader.multiple("num_attention_heads", heads, "num_key_value_heads", kv_heads)
+    head_dim = reader.integer("head_dim")
+    rotary_dim = reader.integer("rotary_dim")
+    reader.multiple("rotary_dim", rotary_dim, "2 halves", 2)
+    reader.expect("rotary_dim", tuple(range(2, head_dim + 1, 2)))
+    reader.expect("use_gemma_norm", (True,), True)
+    reader.expect("qk_norm_type", ("per_head",), "per_head")
+    reader.expect("attention_output_gate", (False,), False)
+    reader.expect("scoring_func", ("sigmoid",), "sigmoid")
+    reader.expect("hidden_act", ("swigluoai",), "swigluoai")
+    reader.expect("tie_word_embeddings", (False,), False)
+    reader.expect("rope_scaling", (None,))
+    sparse_layers, sparse = _read_sparse(reader, layers, kv_heads, head_dim)
+    experts = reader.integer("num_local_experts")
+    top_k = reader.integer("num_experts_per_tok")
+    reader.expect("num_experts_per_tok", tuple(range(1, experts + 1)))
+    expert_intermediate = reader.integer("intermediate_size")
+    shared = reader.integer("n_shared_experts", low=0, default=1)
+    return MiniMaxM3Config(
+        hidden_size=reader.integer("hidden_size"),
+        vocab_size=reader.integer("vocab_size"),
+        num_layers=layers,
+        max_position_embeddings=reader.integer("max_position_embeddings"),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        rotary_dim=rotary_dim,
+        rope_theta=reader.number("rope_theta"),
+        eps=reader.number("rms_norm_eps"),
+        sparse_layers=sparse_layers,
+        moe_layers=reader.flags("moe_layer_freq", layers),
+        sparse=sparse,
+        dense_intermediate=reader.integer("dense_intermediate_size"),
+        expert_intermediate=expert_intermediate,
+        shared_intermediate=reader.integer("shared_intermediate_size", default=expert_intermediate) if shared else 0,
+        experts=experts,
+        experts_per_token=top_k,
+        routed_scaling=reader.number("routed_scaling_factor", default=1.0),
+        swiglu_alpha=reader.number("swiglu_alpha", default=1.702),
+        swiglu_limit=reader.number("swiglu_limit", default=7.0),
+        declared_mtp_modules=reader.integer("num_mtp_modules", low=0, default=0),
+    )
+
+
+class HeadNorm(nn.Module):
+    """Gemma RMS norm of every head; heads of one kind (q, k, index q, index k) share a weight of head_dim values."""
+
+    def __init__(self, head_counts: list[int], head_dim: int, eps: float) -> None:
+        super().__init__()
+        self.head_counts, self.eps = head_counts, eps
+        self.weight = empty_parameter(len(head_counts), head_dim, dtype=torch.float32)
+
+    def after_load(self) -> None:
+        """Spread the weights over the heads once: gain [heads, head_dim]."""
+        counts = torch.tensor(self.head_counts, device=self.weight.device)
+        self.gain = (self.weight + 1.0).repeat_interleave(counts, dim=0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [T, heads, head_dim] -> the same shape."""
+        return rms_norm(x, self.gain, self.eps)
+
+
+class Attention(nn.Module):
+    """Attention of one layer; `sparse` layers own an index branch."""
+
+    def __init__(self, config: MiniMaxM3Config, layer: int, sparse: bool, dtype: torch.dtype, exact: bool) -> None:
+        super().__init__()
+        self.config, self.layer, self.sparse = config, layer, sparse
+        self.kinds = ["q", "k", "index_q", "index_k"] if sparse else ["q", "k"]
+        self.head_counts = [config.heads, config.kv_heads, config.kv_heads, 1][: len(self.kinds)]
+        normed = sum(self.head_counts)
+        self.in_proj = Linear(config.hidden_size, (normed + config.kv_heads) * config.head_dim, dtype, exact)
+        self.norm = HeadNorm(self.head_counts, config.head_dim, config.eps)
+        self.o_proj = Linear(config.heads * config.head_dim, config.hidden_size, dtype, exact)
+
+    def forward(self, x: Tensor, rotary: Tensor, cache: KVCache, backends: Backends) -> Tensor:
+        """Normalised x [T, H], rotary [T, rotary_dim] -> [T, H]."""
+        backend = backends["msa" if self.sparse else "dense"]
+        projected = self.in_proj(x).view(x.shape[0], -1, self.config.head_dim)
+        normed = sum(self.head_counts)
+        heads = rotate_halves(self.norm(projected[:, :normed]), rotary)
+        branches = dict(zip(self.kinds, heads.split(self.head_counts, dim=1), strict=True))
+        q = branches["q"]
+        backend.write(self.layer, CacheRows(branches["k"], projected[:, normed:], None, branches.get("index_k")), cache)
+        selection = backend.select(self.layer, IndexQuery(branches["index_q"]), cache) if self.sparse else None
+        out = backend.run(self.layer, q, selection, cache)
+        return self.o_proj(out.reshape(x.shape[0], -1))
+
+    def cache_spec(self) -> CacheSpec:
+        """Keys and values; sparse layers also cache one index key per token."""
+        config = self.config
+        tensors = [CacheTensorSpec("k", config.kv_heads, config.head_dim), CacheTensorSpec("v", config.kv_heads, config.head_dim)]
+        if not self.sparse:
+            return CacheSpec(self.layer, "dense K/V", "dense", tuple(tensors))
+        return CacheSpec(self.layer, "sparse K/V + index keys", "msa", (*tensors, CacheTensorSpec("index_k", 1, config.head_dim)))
+
+    def weight_slots(self, prefix: str) -> dict[str, Tensor]:
+        """Checkpoint name -> the view it fills."""
+        config = self.config
+        counts = [*self.head_counts, config.kv_heads]
+        rows = self.in_proj.weight.split([count * config.head_dim for count in counts])
+        slots = {f"{prefix}.o_proj.weight": self.o_proj.weight}
+        for i, name in enumerate(self.kinds):
+            slots[f"{prefix}.{name}_proj.weight"] = rows[i]
+            slots[f"{prefix}.{name}_norm.weight"] = self.norm.weight[i]
+        slots[f"{prefix}.v_proj.weight"] = rows[-1]
+        return slots
+
+
+class DecoderLayer(nn.Module):
+    """x + attention(norm(x)), then x + feed-forward(norm(x))."""
+
+    def __init__(self, config: MiniMaxM3Config, layer: int, sparse: bool, moe: bool, dtype: torch.dtype, exact: bool) -> None:
+        super().__init__()
+        activation = functools.partial(clamped_swiglu, alpha=config.swiglu_alpha, limit=config.swiglu_limit)
+        hidden = config.hidden_size
+        self.attention_norm = RMSNorm(hidden, config.eps, offset=1.0)
+        self.attention = Attention(config, layer, sparse, dtype, exact)
+        self.ffn_norm = RMSNorm(hidden, config.eps, offset=1.0)
+        self.ffn: GatedMLP | MixtureOfExperts
+        if moe:
+            router = Router(hidden, config.experts, config.experts_per_token, config.routed_scaling, exact)
+            width = config.shared_intermediate
+            shared = GatedMLP(hidden, width, activation, dtype, exact) if width else None
+            self.ffn = MixtureOfExperts(
+                hidden, config.expert_intermediate, config.experts, router, shared, activation, dtype
+            )
+        else:
+            self.ffn = GatedMLP(hidden, config.dense_intermediate, activation, dtype, exact)
+
+    def forward(self, x: Tensor, rotary: Tensor, cache: KVCache, backends: Backends) -> Tensor:
+        """[T, H] -> [T, H]."""
+        x = x + self.attention(self.attention_norm(x), rotary, cache, backends)
+        return x + self.ffn(self.ffn_norm(x))
+
+    def weight_slots(self, prefix: str) -> dict[str, Tensor]:
+        """Checkpoint name -> the view it fills."""
+        slots = {
+            f"{prefix}.input_layernorm.weight": self.attention_norm.weight,
+            f"{prefix}.post_attention_layernorm.weight": self.ffn_norm.weight,
+            **self.attention.weight_slots(f"{prefix}.self_attn"),
+        }
+        if isinstance(self.ffn, GatedMLP):
+            return slots | self.ffn.weight_slots(f"{prefix}.mlp")
+        moe = f"{prefix}.block_sparse_moe"
+        slots[f"{moe}.gate.weight"] = self.ffn.router.weight
+        slots[f"{moe}.e_score_correction_bias"] = self.ffn.router.bias
+        slots |= self.ffn.expert_slots(f"{moe}.experts", gate="w1", up="w3", down="w2")
+        return slots | (self.ffn.shared.weight_slots(f"{moe}.shared_experts") if self.ffn.shared else {})
+
+
+class MiniMaxM3(CausalLM):
+    """The text tower of MiniMax-M3."""
+
+    config: MiniMaxM3Config
+    read_config = staticmethod(read_minimax_m3)
+
+    def __init__(self, config: MiniMaxM3Config, dtype: torch.dtype, exact: bool, max_position: int) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = empty_parameter(config.vocab_size, config.hidden_size, dtype=dtype)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, layer, config.sparse_layers[layer], config.moe_layers[layer], dtype, exact)
+            for layer in range(config.num_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.eps, offset=1.0)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype, exact)
+        self.register_buffer("rotary", rotary_table(config.rotary_dim, config.rope_theta, max_position), persistent=False)
+
+    def cache_specs(self) -> list[CacheSpec]:
+        """One per layer."""
+        return [layer.attention.cache_spec() for layer in self.layers]
+
+    def forward(self, batch: Batch, cache: KVCache, backends: Backends) -> Tensor:
+        """Hidden states [T, H] after the final norm."""
+        x = self.embed[batch.input_ids]
+        rotary = self.rotary[batch.positions]  # [T, rotary_dim]
+        for layer in self.layers:
+            x = layer(x, rotary, cache, backends)
+        return self.norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[L, H] -> [L, V] float32."""
+        return self.lm_head(hidden).float()
+
+    def weight_slots(self) -> dict[str, Tensor]:
+        """Hub names of the released model, under `language_model.`; a text-only export may leave the prefix out."""
+        slots = {"model.embed_tokens.weight": self.embed, "model.norm.weight": self.norm.weight, "lm_head.weight": self.lm_head.weight}
+        for i, layer in enumerate(self.layers):
+            slots |= layer.weight_slots(f"model.layers.{i}")
+        return {f"language_model.{name}": view for name, view in slots.items()}
+
+    def ignored_weight(self, name: str) -> str | None:
+        """Draft modules are loaded by their proposers; the vision tower is not served."""
+        if ".mtp." in name:
+            return "MTP module"
+        parts = ("vision_tower.", "multi_modal_projector.", "patch_merge_mlp.")
+        return "vision tower" if any(part in name for part in parts) else None

@@ -1,0 +1,106 @@
+"""The engine: requests in, steps, tokens out. One step is schedule, execute, wait, commit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from skipstone.config import EngineConfig
+from skipstone.core.request import FinishReason, Request
+from skipstone.errors import RequestError
+from skipstone.models.base import CausalLM
+from skipstone.models.loader import ModelInfo, build_model
+from skipstone.runtime.block_pool import BlockPool
+from skipstone.runtime.memory import CachePlan, plan_caches
+from skipstone.runtime.runner import ModelRunner
+from skipstone.runtime.scheduler import Scheduler
+
+
+@dataclass
+class EngineStats:
+    """Totals since the start."""
+
+    steps: int = 0
+    rows: int = 0
+    output_tokens: int = 0
+    seconds: float = 0.0
+
+
+class Engine:
+    """Runs requests over one model until they end. Not thread-safe: one caller steps it."""
+
+    def __init__(self, info: ModelInfo, config: EngineConfig) -> None:
+        if config.num_threads:
+            torch.set_num_threads(config.num_threads)
+        self.dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+        longest = config.max_model_len or info.config.max_position_embeddings
+        self.model: CausalLM = build_model(info, self.dtype, config.exact, min(longest, info.config.max_position_embeddings))
+        self.caches: CachePlan = plan_caches(config, info.config, self.model.cache_specs(), self.dtype)
+        self.runner = ModelRunner(self.model, self.caches.num_blocks, self.caches.block_size, self.dtype, config.exact)
+        self.pool = BlockPool(self.caches.num_blocks, self.caches.block_size)
+        self.scheduler = Scheduler(
+            self.pool, config.max_num_batched_tokens, config.max_num_seqs, config.prefix_caching
+        )
+        self.stats = EngineStats()
+        self.vocab_size: int = info.config.vocab_size
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises RequestError for bad parameters, token ids or a prompt that does not fit."""
+        request.params.validate(self.vocab_size)
+        if not request.token_ids:
+            raise RequestError("the prompt is empty; it needs at least one token")
+        for token in (min(request.token_ids), max(request.token_ids)):
+            if not 0 <= token < self.vocab_size:
+                raise RequestError(f"prompt token id {token} is outside the vocabulary, 0 to {self.vocab_size - 1}")
+        limit = self.caches.max_model_len
+        if len(request.token_ids) >= limit:
+            raise RequestError(
+                f"the prompt has {len(request.token_ids)} tokens, but prompt and output together must fit "
+                f"max_model_len={limit}; shorten it or raise --max-model-len"
+            )
+        request.max_total_tokens = min(request.max_total_tokens, limit)
+        self.scheduler.add(request)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is unfinished."""
+        return self.scheduler.has_work
+
+    def step(self) -> list[tuple[Request, list[int]]]:
+        """Run one step; returns the requests that got tokens, each with its new tokens."""
+        started = time.perf_counter()
+        plan = self.scheduler.schedule()
+        handle = self.runner.execute(plan)
+        output = handle.wait()
+        committed = self.scheduler.commit(plan, output)
+        self.stats.steps += 1
+        self.stats.rows += plan.num_rows
+        self.stats.output_tokens += sum(len(tokens) for _, tokens in committed)
+        self.stats.seconds += time.perf_counter() - started
+        return committed
+
+    def abort(self, request: Request) -> None:
+        """End a request now; its blocks are free at once. Nothing happens if it has ended."""
+        self.scheduler.finish(request, FinishReason.ABORT)
+
+    def stop(self, request: Request) -> None:
+        """End a request whose text contains a stop string."""
+        self.scheduler.finish(request, FinishReason.STOP)
+
+    def run(self, on_tokens: Callable[[Request, list[int]], None]) -> None:
+        """Step until no request is left."""
+        while self.has_work:
+            for request, tokens in self.step():
+                on_tokens(request, tokens)
+
+
+def folder_eos_token_ids(folder: Path, raw: dict[str, object], generation: dict[str, object]) -> frozenset[int]:
+    """Ids that end a text: from generation_config.json, else config.json."""
+    value = generation.get("eos_token_id", raw.get("eos_token_id"))
+    if isinstance(value, int):
+        return frozenset({value})
+    return frozenset(v for v in value if isinstance(v, int)) if isinstance(value, list) else frozenset()

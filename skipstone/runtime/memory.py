@@ -1,0 +1,75 @@
+"""How many cache blocks there are, how long a sequence may be, and why: resolved once, before the caches exist."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from skipstone.config import EngineConfig
+from skipstone.core.kv_cache import CacheSpec
+from skipstone.errors import ConfigError
+from skipstone.models.base import ModelConfig
+
+DEFAULT_SHARE = 0.25  # of the free memory for the caches, when nothing else is asked
+DEFAULT_SEQUENCES = 16  # no more than this many full-length sequences, when nothing else is asked
+SMALLEST_BLOCK = 32
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """Resolved sizes, each with its reason for the start-up card."""
+
+    block_size: int
+    num_blocks: int  # with the spare block 0
+    max_model_len: int
+    bytes_per_token: int
+    reason: str
+
+
+def free_memory_bytes() -> int:
+    """Memory that can be taken without swapping, from /proc/meminfo; 4 GiB where that does not exist."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 4 << 30
+
+
+def plan_caches(config: EngineConfig, model: ModelConfig, specs: list[CacheSpec], dtype: torch.dtype) -> CachePlan:
+    """Resolve block size, number of blocks and longest sequence. Raises ConfigError when they cannot agree."""
+    unit = model.block_unit
+    block_size = config.block_size or unit * max(1, -(-SMALLEST_BLOCK // unit))
+    if block_size % unit:
+        raise ConfigError(
+            f"block_size={block_size} must be a multiple of {unit}, the model's sparse block; pass --block-size {unit}"
+        )
+    longest = config.max_model_len or model.max_position_embeddings
+    if longest > model.max_position_embeddings:
+        raise ConfigError(
+            f"max_model_len={longest} is more than the model's {model.max_position_embeddings} positions; lower it"
+        )
+    per_token = sum(spec.bytes_per_token(dtype) for spec in specs)
+    per_sequence = -(-longest // block_size)
+    if config.num_blocks:
+        blocks, reason = config.num_blocks, "num_blocks"
+    elif config.cache_memory_gb:
+        blocks, reason = int(config.cache_memory_gb * 2**30 / (per_token * block_size)), "cache_memory_gb"
+    else:
+        fitting = int(free_memory_bytes() * DEFAULT_SHARE / (per_token * block_size))
+        blocks = min(fitting, DEFAULT_SEQUENCES * per_sequence)
+        limit = f"{DEFAULT_SEQUENCES} full sequences" if blocks < fitting else f"{DEFAULT_SHARE:.0%} of free memory"
+        reason = limit
+    if blocks < per_sequence:
+        if config.max_model_len:
+            raise ConfigError(
+                f"max_model_len={longest} needs {per_sequence} cache blocks of {block_size} tokens but {reason} gives "
+                f"{blocks}; raise it or pass --max-model-len {blocks * block_size}"
+            )
+        longest = blocks * block_size
+    if longest < 1:
+        raise ConfigError(f"no cache block of {block_size} tokens fits ({reason}); raise --cache-memory-gb")
+    return CachePlan(block_size, blocks + 1, longest, per_token, reason)

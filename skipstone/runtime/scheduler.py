@@ -1,0 +1,175 @@
+"""Which requests run how many rows in the next step, and what becomes of them afterwards.
+
+Running requests come first, oldest first; waiting ones get what is left of the row budget. A prompt runs in chunks. When
+blocks run out the youngest running request is preempted: its blocks are freed and it is computed again later, which
+yields the same text because noise depends on seed and position only.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from skipstone.core.plan import ScheduledRequest, StepOutput, StepPlan
+from skipstone.core.request import FinishReason, Request
+from skipstone.runtime.block_pool import BlockPool, hash_block
+
+
+@dataclass
+class SchedulerStats:
+    """Counts since the start."""
+
+    preemptions: int = 0
+    prefix_hit_tokens: int = 0
+    prefix_query_tokens: int = 0
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill, prefix cache and preemption by recompute."""
+
+    def __init__(self, pool: BlockPool, max_rows: int, max_requests: int, prefix_caching: bool) -> None:
+        self.pool = pool
+        self.max_rows = max_rows
+        self.max_requests = max_requests
+        self.prefix_caching = prefix_caching
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.stats = SchedulerStats()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is unfinished."""
+        return bool(self.waiting or self.running)
+
+    def add(self, request: Request) -> None:
+        """Queue a request behind the others."""
+        self.waiting.append(request)
+
+    def schedule(self) -> StepPlan:
+        """The rows of the next step. Reserves blocks for them; may preempt."""
+        scheduled: list[ScheduledRequest] = []
+        budget = self.max_rows
+        preempted = self.stats.preemptions
+        index = 0
+        while index < len(self.running) and budget > 0:
+            item = self._plan_rows(self.running[index], budget)
+            if self._reserve(item):
+                scheduled.append(item)
+                budget -= item.query_len
+                index += 1
+            elif self._preempt_youngest() is item.request:
+                break
+        if self.stats.preemptions == preempted:
+            self._admit(scheduled, budget)
+        scheduled.sort(key=lambda item: item.query_len)
+        return StepPlan(scheduled)
+
+    def _admit(self, scheduled: list[ScheduledRequest], budget: int) -> None:
+        """Start waiting requests while rows, places and blocks last."""
+        while self.waiting and budget > 0 and len(self.running) < self.max_requests:
+            request = self.waiting[0]
+            self._match_prefix(request)
+            item = self._plan_rows(request, budget)
+            if not self._reserve(item):
+                self._free(request)
+                return
+            self.running.append(self.waiting.popleft())
+            scheduled.append(item)
+            budget -= item.query_len
+
+    def _plan_rows(self, request: Request, budget: int) -> ScheduledRequest:
+        committed = len(request.token_ids) - request.num_computed_tokens
+        query_len = min(committed + len(request.drafts), budget)
+        drafts = max(query_len - committed, 0)
+        return ScheduledRequest(request, request.epoch, request.num_computed_tokens, query_len, drafts)
+
+    def _reserve(self, item: ScheduledRequest) -> bool:
+        """Own enough blocks for the item's rows; False when there are not enough."""
+        blocks = item.request.block_ids
+        needed = -(-(item.start + item.query_len) // self.pool.block_size) - len(blocks)
+        if needed <= 0:
+            return True
+        new = self.pool.allocate(needed)
+        if new is not None:
+            blocks.extend(new)
+        return new is not None
+
+    def _match_prefix(self, request: Request) -> None:
+        """Take over cached blocks. The last token is always computed, as its logits are wanted."""
+        if not self.prefix_caching or request.params.prompt_logprobs is not None:
+            return
+        most = (len(request.token_ids) - 1) // self.pool.block_size
+        request.block_ids, request.block_hashes = self.pool.acquire_prefix(request.token_ids, most)
+        request.num_computed_tokens = len(request.block_ids) * self.pool.block_size
+        if request.num_preemptions == 0:
+            request.num_cached_tokens = request.num_computed_tokens
+        self.stats.prefix_hit_tokens += request.num_computed_tokens
+        self.stats.prefix_query_tokens += len(request.token_ids)
+
+    def _preempt_youngest(self) -> Request:
+        victim = self.running.pop()
+        self._free(victim)
+        victim.drafts.clear()
+        victim.epoch += 1
+        victim.num_preemptions += 1
+        self.stats.preemptions += 1
+        self.waiting.appendleft(victim)
+        return victim
+
+    def _free(self, request: Request) -> None:
+        self.pool.release(request.block_ids)
+        request.block_ids, request.block_hashes = [], []
+        request.num_computed_tokens = 0
+
+    def commit(self, plan: StepPlan, output: StepOutput) -> list[tuple[Request, list[int]]]:
+        """Take over a step's results; returns each request that got tokens, with those it keeps.
+
+        Results of an older epoch (preempted or aborted since the plan was made) are dropped.
+        """
+        committed = []
+        for item, result in zip(plan.scheduled, output.results, strict=True):
+            request = item.request
+            if request.epoch != item.epoch or request.finished:
+                continue
+            request.num_computed_tokens = item.start + item.query_len - item.num_drafts + result.num_accepted
+            request.drafts.clear()
+            request.prompt_logprobs.extend(result.prompt_logprobs)
+            kept = request.commit(result.token_ids)
+            request.logprobs.extend(result.logprobs[: len(kept)])
+            self._register_full_blocks(request)
+            if request.finished:
+                self._retire(request)
+            if kept:
+                committed.append((request, kept))
+        return committed
+
+    def _register_full_blocks(self, request: Request) -> None:
+        """Hash blocks that hold committed tokens only, so that others can reuse them."""
+        if not self.prefix_caching:
+            return
+        size = self.pool.block_size
+        full = min(request.num_computed_tokens, len(request.token_ids)) // size
+        for i in range(len(request.block_hashes), full):
+            parent = request.block_hashes[-1] if request.block_hashes else b""
+            block_hash = hash_block(parent, request.token_ids[i * size : (i + 1) * size])
+            request.block_hashes.append(block_hash)
+            self.pool.register(request.block_ids[i], block_hash)
+
+    def finish(self, request: Request, reason: FinishReason) -> None:
+        """End a request now: an abort, or a stop string found in its text. Its blocks are free at once."""
+        if request.finished:
+            return
+        request.finish_reason = reason
+        request.epoch += 1
+        self._retire(request)
+
+    def _retire(self, request: Request) -> None:
+        if request in self.running:
+            self.running.remove(request)
+        else:
+            self.waiting.remove(request)
+        self._free(request)
+
+    def check(self) -> None:
+        """Compare the pool's books with the requests. Raises BlockAccountingError."""
+        self.pool.check(request.block_ids for request in (*self.running, *self.waiting))

@@ -1,0 +1,291 @@
+"""Text on both sides of the engine: prompts and chats to token ids, committed tokens back to text as they arrive.
+
+Knows the tokenizer files of a model folder. Does not know requests, queues or HTTP.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import tokenizers
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers.decoders import DecodeStream
+
+from skipstone.core.request import SamplingParams
+from skipstone.errors import CheckpointError, RequestError
+
+
+class Tokenizer:
+    """The tokenizer of a model folder: `tokenizer.json`, `tokenizer_config.json` and the chat template.
+
+    Raises CheckpointError when `tokenizer.json` is missing, or when a file is malformed. A chat template is needed
+    by `encode_chat` only, and compiled there.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._tokenizer = _load_tokenizer(self.folder / "tokenizer.json")
+        self._config = _load_config(self.folder / "tokenizer_config.json")
+        self.bos_token = _token_content(self._config.get("bos_token"))
+        self.eos_token = _token_content(self._config.get("eos_token"))
+        self.bos_token_id = self._id_of(self.bos_token)
+        self.eos_token_id = self._id_of(self.eos_token)
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """One more than the highest id. The model may have more ids; they decode to nothing."""
+        return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a plain prompt, special tokens written in the text included.
+
+        With `add_bos_token` in tokenizer_config.json the ids start with one begin-of-text token (true) or with none
+        that the text does not contain (false); without the key the tokenizer's own post-processor decides. Raises
+        RequestError for text that is not valid Unicode.
+        """
+        token_ids = self._encode(text, add_special_tokens=True)
+        add_bos = self._config.get("add_bos_token")
+        if add_bos is None or self.bos_token_id is None:
+            return token_ids
+        if add_bos:
+            return token_ids if token_ids[:1] == [self.bos_token_id] else [self.bos_token_id, *token_ids]
+        plain = self._encode(text, add_special_tokens=False)
+        added = token_ids[:1] == [self.bos_token_id] and plain[:1] != [self.bos_token_id]
+        return token_ids[1:] if added else token_ids
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> list[int]:
+        """Token ids of a chat, rendered by the model's template, which alone decides on special tokens.
+
+        Each message has a `role` and a `content` (text, or a list of parts if the template knows parts). Raises
+        RequestError for a malformed message (with its index), a missing template, or an error in the template.
+        """
+        _check_messages(messages)
+        try:
+            text = self._template.render(
+                messages=messages,
+                add_generation_prompt=add_generation_prompt,
+                bos_token=self.bos_token or "",
+                eos_token=self.eos_token or "",
+                tools=None,
+                documents=None,
+            )
+        except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise RequestError(f"the chat template of {self.folder} refused the messages: {error}") from error
+        return self._encode(text, add_special_tokens=False)
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids. Bytes that form no character become U+FFFD; ids above the vocabulary are skipped."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def step(self, stream: DecodeStream, token_id: int) -> str | None:
+        """Add a token to a stream of the tokenizers library; return the text it completes, if any."""
+        return stream.step(self._tokenizer, token_id)
+
+    def token_text(self, token_id: int) -> str:
+        """Text of one token as it reads in the middle of a text, leading space included; special tokens by name."""
+        alone = self.decode([token_id], skip_special_tokens=False)
+        # Some decoders strip the space before the first word, so the second of two equal tokens is looked at.
+        twice = self.decode([token_id, token_id], skip_special_tokens=False)
+        return twice[len(alone) :] if twice.startswith(alone) else alone
+
+    def _id_of(self, token: str | None) -> int | None:
+        return None if token is None else self._tokenizer.token_to_id(token)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise RequestError(f"the text is not valid Unicode at character {error.start}; remove it") from error
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    @cached_property
+    def _template(self) -> jinja2.Template:
+        """The compiled chat template. Raises RequestError when the model has none, or when it cannot be compiled."""
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_template_error
+        environment.globals["strftime_now"] = _format_now
+        try:
+            return environment.from_string(self._template_source())
+        except jinja2.TemplateSyntaxError as error:
+            raise RequestError(
+                f"the chat template of {self.folder} has an error in line {error.lineno}: {error.message}"
+            ) from error
+
+    def _template_source(self) -> str:
+        path = self.folder / "chat_template.jinja"
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+        source = self._config.get("chat_template")
+        if isinstance(source, list):  # several named templates
+            source = {entry.get("name"): entry.get("template") for entry in source}.get("default")
+        if not isinstance(source, str):
+            raise RequestError(
+                f"{self.folder} has no chat template; add chat_template.jinja to the folder, or send a plain prompt"
+            )
+        return source
+
+
+class TextStream:
+    """Detokenizer of one choice: takes the committed tokens run by run, gives the text that is certain.
+
+    Held back are an incomplete character, and an ending that may turn out to begin a stop string. All text given out
+    adds up to the decoded tokens, cut at the first stop string, however the tokens were split into runs.
+
+    The stop string that is complete first ends the text, whatever its place in the list; of two that are complete at
+    the same character, the longer one. It must be completed by a token after the first `min_tokens`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+        self._tokenizer = tokenizer
+        self._params = params
+        self._stop_strings = params.stop_strings
+        self._text = ""  # everything decoded, cut at the stop string
+        self._num_emitted = 0  # characters of it given out
+        self._stream = DecodeStream([], params.skip_special_tokens)
+        self._context: list[int] = []  # the tokens of the last text: what follows depends on them, spaces for example
+        self._pending: list[int] = []  # tokens after them, without text yet: they end within a character
+        self.num_tokens = 0
+        """How many of the pushed tokens belong to the text; the one that completes a stop string is the last."""
+        self.stopped_by: str | None = None
+        """The stop string that ended the text."""
+
+    @property
+    def text(self) -> str:
+        """All text given out so far."""
+        return self._text[: self._num_emitted]
+
+    def push(self, token_ids: list[int]) -> str:
+        """Add a run of committed tokens; return the newly certain text. Tokens after a stop string are ignored."""
+        for token in token_ids:
+            if self.stopped_by is not None:
+                break
+            self.num_tokens += 1
+            self._append(self._decode_next(token))
+        return self._emit(len(self._text) - self._num_held())
+
+    def finish(self) -> str:
+        """Return what was held back, an incomplete character as U+FFFD. To be called when no more tokens come."""
+        if self.stopped_by is None and self._pending:
+            self._append(self._decode_rest())
+        return self._emit(len(self._text))
+
+    def _decode_next(self, token: int) -> str:
+        """Text that one more token completes, empty while the tokens end within a character."""
+        self._pending.append(token)
+        try:
+            piece = self._tokenizer.step(self._stream, token)
+        except Exception:  # the library raises nothing more specific
+            # After invalid bytes some decoders take back the characters before them, which were given out already.
+            piece = self._tokenizer.decode(self._pending, self._params.skip_special_tokens)
+            self._stream = DecodeStream(self._pending, self._params.skip_special_tokens)
+        if piece is None:
+            return ""
+        self._context, self._pending = self._pending, []
+        return piece
+
+    def _decode_rest(self) -> str:
+        """Text of the pending tokens as they are."""
+        skip = self._params.skip_special_tokens
+        before = self._tokenizer.decode(self._context, skip)
+        text = self._tokenizer.decode(self._context + self._pending, skip)
+        piece = text[len(before) :] if text.startswith(before) else self._tokenizer.decode(self._pending, skip)
+        self._pending = []
+        return piece
+
+    def _append(self, piece: str) -> None:
+        """Add decoded text and cut it at a stop string that ends within it."""
+        start = len(self._text)
+        self._text += piece
+        if not piece or self.num_tokens <= self._params.min_tokens:
+            return
+        matches = []  # (end, begin, stop string)
+        for stop in self._stop_strings:
+            begin = self._text.find(stop, max(0, start - len(stop) + 1))
+            if begin >= 0:
+                matches.append((begin + len(stop), begin, stop))
+        if matches:
+            end, begin, self.stopped_by = min(matches)
+            self._text = self._text[: end if self._params.include_stop_str_in_output else begin]
+
+    def _num_held(self) -> int:
+        """Length of the longest ending of the text that begins a stop string."""
+        if not self._stop_strings or self.stopped_by is not None or self._params.include_stop_str_in_output:
+            return 0
+        longest = max(len(stop) for stop in self._stop_strings) - 1
+        for length in range(min(longest, len(self._text)), 0, -1):
+            ending = self._text[-length:]
+            if any(len(stop) > length and stop.startswith(ending) for stop in self._stop_strings):
+                return length
+        return 0
+
+    def _emit(self, end: int) -> str:
+        piece = self._text[self._num_emitted : end]
+        self._num_emitted = end
+        return piece
+
+
+def _load_tokenizer(path: Path) -> tokenizers.Tokenizer:
+    if not path.is_file():
+        raise CheckpointError(
+            f"{path} is missing; copy it from where the model comes from, or write it with transformers: "
+            "AutoTokenizer.from_pretrained(...).save_pretrained(folder)"
+        )
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing more specific
+        raise CheckpointError(f"{path} cannot be read: {error}; download it again") from error
+    tokenizer.no_truncation()  # left in the file by training; a prompt must never be cut or filled up silently
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _load_config(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}; download it again") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} holds a {type(config).__name__}, expected an object; download it again")
+    return config
+
+
+def _token_content(entry: Any) -> str | None:
+    """A special token of tokenizer_config.json, which is a string or an object with `content`."""
+    content = entry.get("content") if isinstance(entry, dict) else entry
+    return content if isinstance(content, str) else None
+
+
+def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
+    if not messages:
+        raise RequestError("messages is empty; send at least one message with role and content")
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise RequestError(f"messages[{index}] is a {type(message).__name__}; expected an object")
+        if not isinstance(message.get("role"), str):
+            raise RequestError(f"messages[{index}] has no role; add one such as system, user or assistant")
+        if not isinstance(message.get("content"), (str, list)):
+            raise RequestError(f"messages[{index}] has no content; expected text")
+
+
+def _raise_template_error(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    """JSON as prompts contain it: jinja's own filter would escape <, > and & for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+
+def _format_now(format_string: str) -> str:
+    return datetime.now().strftime(format_string)
