@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -90,17 +88,3 @@ class Engine:
     def stop(self, request: Request) -> None:
         """End a request whose text contains a stop string."""
         self.scheduler.finish(request, FinishReason.STOP)
-
-    def run(self, on_tokens: Callable[[Request, list[int]], None]) -> None:
-        """Step until no request is left."""
-        while self.has_work:
-            for request, tokens in self.step():
-                on_tokens(request, tokens)
-
-
-def folder_eos_token_ids(folder: Path, raw: dict[str, object], generation: dict[str, object]) -> frozenset[int]:
-    """Ids that end a text: from generation_config.json, else config.json."""
-    value = generation.get("eos_token_id", raw.get("eos_token_id"))
-    if isinstance(value, int):
-        return frozenset({value})
-    return frozenset(v for v in value if isinstance(v, int)) if isinstance(value, list) else frozenset()

@@ -15,10 +15,11 @@ from typing import Any, NoReturn
 import jinja2
 import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tokenizers.decoders import DecodeStream
 
 from skipstone.core.request import SamplingParams
 from skipstone.errors import CheckpointError, RequestError
+
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what decoding gives for the first bytes of a character
 
 
 class Tokenizer:
@@ -83,10 +84,6 @@ class Tokenizer:
         """Text of token ids. Bytes that form no character become U+FFFD; ids above the vocabulary are skipped."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
-    def step(self, stream: DecodeStream, token_id: int) -> str | None:
-        """Add a token to a stream of the tokenizers library; return the text it completes, if any."""
-        return stream.step(self._tokenizer, token_id)
-
     def token_text(self, token_id: int) -> str:
         """Text of one token as it reads in the middle of a text, leading space included; special tokens by name."""
         alone = self.decode([token_id], skip_special_tokens=False)
@@ -150,8 +147,8 @@ class TextStream:
         self._stop_strings = params.stop_strings
         self._text = ""  # everything decoded, cut at the stop string
         self._num_emitted = 0  # characters of it given out
-        self._stream = DecodeStream([], params.skip_special_tokens)
-        self._context: list[int] = []  # the tokens of the last text: what follows depends on them, spaces for example
+        self._context: list[int] = []  # the tokens of the last piece: spaces depend on what stands before
+        self._context_text = ""
         self._pending: list[int] = []  # tokens after them, without text yet: they end within a character
         self.num_tokens = 0
         """How many of the pushed tokens belong to the text; the one that completes a stop string is the last."""
@@ -169,36 +166,29 @@ class TextStream:
             if self.stopped_by is not None:
                 break
             self.num_tokens += 1
-            self._append(self._decode_next(token))
+            self._pending.append(token)
+            self._append(self._decode_pending(final=False))
         return self._emit(len(self._text) - self._num_held())
 
     def finish(self) -> str:
         """Return what was held back, an incomplete character as U+FFFD. To be called when no more tokens come."""
         if self.stopped_by is None and self._pending:
-            self._append(self._decode_rest())
+            self._append(self._decode_pending(final=True))
         return self._emit(len(self._text))
 
-    def _decode_next(self, token: int) -> str:
-        """Text that one more token completes, empty while the tokens end within a character."""
-        self._pending.append(token)
-        try:
-            piece = self._tokenizer.step(self._stream, token)
-        except Exception:  # the library raises nothing more specific
-            # After invalid bytes some decoders take back the characters before them, which were given out already.
-            piece = self._tokenizer.decode(self._pending, self._params.skip_special_tokens)
-            self._stream = DecodeStream(self._pending, self._params.skip_special_tokens)
-        if piece is None:
-            return ""
-        self._context, self._pending = self._pending, []
-        return piece
-
-    def _decode_rest(self) -> str:
-        """Text of the pending tokens as they are."""
+    def _decode_pending(self, final: bool) -> str:
+        """Text of the pending tokens; nothing while they end within a character, unless they are the final ones."""
         skip = self._params.skip_special_tokens
-        before = self._tokenizer.decode(self._context, skip)
         text = self._tokenizer.decode(self._context + self._pending, skip)
-        piece = text[len(before) :] if text.startswith(before) else self._tokenizer.decode(self._pending, skip)
-        self._pending = []
+        incomplete = text.endswith(UNFINISHED) or len(text) <= len(self._context_text)
+        if incomplete and not final:
+            return ""
+        if text.startswith(self._context_text):
+            piece = text[len(self._context_text) :]
+        else:  # after invalid bytes some decoders take back the characters before them, which were given out already
+            piece = self._tokenizer.decode(self._pending, skip)
+        self._context, self._pending = self._pending, []
+        self._context_text = self._tokenizer.decode(self._context, skip)
         return piece
 
     def _append(self, piece: str) -> None:

@@ -1,0 +1,245 @@
+"""The Python interface: `LLM(model).generate(prompts, SamplingParams(...))`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from skipstone.config import EngineConfig, make_config
+from skipstone.core.request import Request, SamplingParams
+from skipstone.errors import ConfigError, RequestError
+from skipstone.models.loader import read_json, read_model_info
+from skipstone.models.locate import locate
+from skipstone.outputs import RequestOutput, StreamEvent
+from skipstone.runtime.engine import Engine
+from skipstone.serve.text import Tokenizer
+from skipstone.session import Choice, Session
+
+Prompt = str | list[int]
+Messages = Sequence[dict[str, Any]]
+SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+class LLM:
+    """A model ready to write. Options are those of EngineConfig; errors are SkipstoneErrors."""
+
+    def __init__(self, model: str | None = None, *, config: EngineConfig | None = None, **options: Any) -> None:
+        if (model is None) == (config is None):
+            raise ConfigError("give either a model or a config, not both")
+        self.config = config or make_config(model=str(model), **options)
+        self.folder = locate(self.config.model)
+        self.info = read_model_info(self.folder)
+        self.tokenizer = Tokenizer(self.folder) if (self.folder / "tokenizer.json").exists() else None
+        generation_file = self.folder / "generation_config.json"
+        self._generation = read_json(generation_file, "it may be deleted") if generation_file.exists() else {}
+        self.eos_token_ids = _eos_token_ids(self._generation, self.info.raw, self.info.config.vocab_size)
+        self.engine = Engine(self.info, self.config)
+        self._sessions: dict[str, tuple[Session, Choice]] = {}
+        self._numbers = itertools.count()
+
+    @property
+    def default_params(self) -> dict[str, Any]:
+        """Sampling defaults of the checkpoint's generation_config.json."""
+        return {key: self._generation[key] for key in SAMPLING_KEYS if self._generation.get(key) is not None}
+
+    @property
+    def card(self) -> list[tuple[str, str]]:
+        """What was chosen at start-up and why, a row each."""
+        caches, config = self.engine.caches, self.config
+        layers = ", ".join(f"{count} {group}" for group, count in self._layer_kinds().items())
+        tokens = (caches.num_blocks - 1) * caches.block_size
+        return [
+            ("model", f"{self.info.architecture} from {self.folder.name}"),
+            ("layers", layers),
+            ("dtype", f"{self.engine.dtype} ({'chosen for a CPU' if config.dtype == 'auto' else 'as asked'})".replace("torch.", "")),
+            ("device", f"cpu, {torch.get_num_threads()} threads"),
+            ("numerics", "exact: a row's bits do not depend on the batch" if config.exact else "fast: bits may depend on the batch"),
+            ("context", f"{caches.max_model_len} tokens"),
+            ("cache", f"{tokens} tokens in blocks of {caches.block_size}, {caches.bytes_per_token} bytes a token ({caches.reason})"),
+            ("prefix cache", "on" if config.prefix_caching else "off"),
+            ("speculation", "off"),
+        ]
+
+    def _layer_kinds(self) -> dict[str, int]:
+        kinds: dict[str, int] = {}
+        for spec in self.engine.model.cache_specs():
+            kinds[spec.group] = kinds.get(spec.group, 0) + 1
+        return kinds
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        progress: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete prompts (texts or token ids); results come in the order of the prompts.
+
+        One SamplingParams serves all prompts, or give one each. Raises RequestError for a bad prompt or parameter,
+        before anything runs.
+        """
+        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        items: list[Any] = [prompts] if single else list(prompts)
+        each = self._params_for(params, len(items))
+        return self._run([self._session(prompt, p) for prompt, p in zip(items, each, strict=True)], progress)
+
+    def chat(self, messages: Messages, params: SamplingParams | None = None) -> RequestOutput:
+        """Answer a conversation, [{"role": ..., "content": ...}, ...], by the model's chat template."""
+        return self._run([self._chat_session(messages, params)], progress=False)[0]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamEvent]:
+        """Complete one prompt, text as it comes. Closing the iterator aborts the request."""
+        return self._stream(self._session(prompt, self._params_for(params, 1)[0]))
+
+    def stream_chat(self, messages: Messages, params: SamplingParams | None = None) -> Iterator[StreamEvent]:
+        """Answer a conversation, text as it comes."""
+        return self._stream(self._chat_session(messages, params))
+
+    def abort(self, request_id: str) -> None:
+        """End every choice of a running request; the others go on. An unknown id is ignored: it may just have ended."""
+        for session, choice in list(self._sessions.values()):
+            if session.session_id == request_id:
+                self.engine.abort(choice.request)
+                del self._sessions[choice.request.request_id]
+
+    def stats(self) -> dict[str, float]:
+        """Totals since the start."""
+        engine, scheduler = self.engine.stats, self.engine.scheduler.stats
+        return {
+            "steps": engine.steps,
+            "rows": engine.rows,
+            "output_tokens": engine.output_tokens,
+            "seconds": engine.seconds,
+            "prefix_hit_tokens": scheduler.prefix_hit_tokens,
+            "preemptions": scheduler.preemptions,
+            "cache_blocks_total": self.engine.pool.num_blocks - 1,
+            "cache_blocks_used": self.engine.pool.num_used,
+        }
+
+    def close(self) -> None:
+        """End whatever still runs."""
+        for _, choice in self._sessions.values():
+            self.engine.abort(choice.request)
+        self._sessions.clear()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def add(self, prompt: Prompt, params: SamplingParams) -> Session:
+        """Queue a prompt without running it; `step` runs all that is queued."""
+        session = self._session(prompt, params)
+        self._submit([session])
+        return session
+
+    def step(self) -> list[StreamEvent]:
+        """Run one engine step for everything queued; returns what came out, an event per choice that got tokens."""
+        events = []
+        for request, tokens in self.engine.step():
+            session, choice = self._sessions[request.request_id]
+            events.append(session.push(choice, tokens, self.engine))
+            if request.finished:
+                del self._sessions[request.request_id]
+        return events
+
+    def _params_for(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+        if params is None:
+            params = msgspec.convert(self.default_params, SamplingParams)
+        each = [params] * count if isinstance(params, SamplingParams) else list(params)
+        if len(each) != count:
+            raise RequestError(f"{len(each)} sampling parameters were given for {count} prompts; give one or one each")
+        return each
+
+    def _session(self, prompt: Prompt, params: SamplingParams) -> Session:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestError(f"{self.folder.name} has no tokenizer.json, so prompts must be token ids, not text")
+            return self._make_session(prompt, self.tokenizer.encode(prompt), params)
+        if not all(isinstance(token, int) for token in prompt):
+            raise RequestError(f"a prompt must be a text or a list of token ids, not {prompt!r:.60}")
+        return self._make_session(None, list(prompt), params)
+
+    def _chat_session(self, messages: Messages, params: SamplingParams | None) -> Session:
+        if self.tokenizer is None:
+            raise RequestError(f"{self.folder.name} has no tokenizer.json, so it cannot chat")
+        return self._make_session(None, self.tokenizer.encode_chat(messages), self._params_for(params, 1)[0])
+
+    def _make_session(self, prompt: str | None, token_ids: list[int], params: SamplingParams) -> Session:
+        if params.stop_strings and self.tokenizer is None:
+            raise RequestError("stop strings need a tokenizer.json; use stop_token_ids")
+        params.validate(self.engine.vocab_size)
+        number = next(self._numbers)
+        return Session(f"request-{number}", prompt, token_ids, params, self.tokenizer, self.eos_token_ids)
+
+    def _submit(self, sessions: list[Session]) -> None:
+        """Queue all choices, or none when one of them is refused."""
+        added: list[Request] = []
+        try:
+            for session in sessions:
+                for choice in session.choices:
+                    self.engine.add(choice.request)
+                    added.append(choice.request)
+                    self._sessions[choice.request.request_id] = (session, choice)
+        except RequestError:
+            self._withdraw(added)
+            raise
+
+    def _withdraw(self, requests: list[Request]) -> None:
+        for request in requests:
+            self.engine.abort(request)
+            self._sessions.pop(request.request_id, None)
+
+    def _run(self, sessions: list[Session], progress: bool) -> list[RequestOutput]:
+        self._submit(sessions)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        bar = Progress(*columns, disable=not progress or len(sessions) < 2, transient=True)
+        try:
+            with bar:
+                task = bar.add_task("generating", total=len(sessions))
+                while not all(session.finished for session in sessions):
+                    finished = sum(event.output is not None for event in self.step())
+                    bar.advance(task, finished)
+        except BaseException:
+            self._withdraw([choice.request for session in sessions for choice in session.choices])
+            raise
+        return [session.output() for session in sessions]
+
+    def _stream(self, session: Session) -> Iterator[StreamEvent]:
+        self._submit([session])
+        own = set(map(id, session.choices))
+        try:
+            while not session.finished:
+                yield from (event for event in self._step_of(own))
+        finally:
+            self._withdraw([choice.request for choice in session.choices])
+
+    def _step_of(self, own: set[int]) -> list[StreamEvent]:
+        """One step for everyone; only the events of the choices in `own` are returned."""
+        watched = {rid for rid, (_, choice) in self._sessions.items() if id(choice) in own}
+        events = []
+        for request, tokens in self.engine.step():
+            session, choice = self._sessions[request.request_id]
+            event = session.push(choice, tokens, self.engine)
+            if request.request_id in watched:
+                events.append(event)
+            if request.finished:
+                del self._sessions[request.request_id]
+        return events
+
+
+def _eos_token_ids(generation: dict[str, Any], raw: dict[str, Any], vocab_size: int) -> frozenset[int]:
+    """Ids that end a text: from generation_config.json, else config.json. Raises ConfigError for an id out of range."""
+    value = generation.get("eos_token_id", raw.get("eos_token_id"))
+    if value is None:
+        return frozenset()
+    ids = value if isinstance(value, list) else [value]
+    for token in ids:
+        if not isinstance(token, int) or not 0 <= token < vocab_size:
+            raise ConfigError(f"eos_token_id={token!r} is not an id of the vocabulary, 0 to {vocab_size - 1}")
+    return frozenset(ids)

@@ -1,0 +1,80 @@
+"""The command line: finds the verb, reads its options, and turns errors into one line and an exit code.
+
+Exit codes: 0 done; 1 a bug of ours, with its traceback; 2 an error in what was asked; 3 a check failed; 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from skipstone.errors import ConfigError, SkipstoneError
+from skipstone.registry import Registry
+from skipstone.serve.cli_options import Command, Parser, resolve
+
+COMMANDS = Registry(
+    "command",
+    {
+        "generate": "serve.cli_generate:COMMAND",
+        "chat": "serve.cli_chat:COMMAND",
+        "inspect": "tools.inspect:COMMAND",
+        "version": "serve.cli_version:COMMAND",
+    },
+)
+BROKEN_PIPE = 141  # what a shell reports for a program that SIGPIPE ended
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line; return the exit code. Only a bug of ours raises."""
+    try:
+        code = _dispatch(list(arguments))
+        sys.stdout.flush()
+        return code
+    except SkipstoneError as error:
+        if "--traceback" in arguments:
+            traceback.print_exc()
+        message = " ".join(str(error).split())
+        print(f"error: {message}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:
+        # The reader of our output has left, as `| head` does; nothing more can be written, not even at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+
+
+def load_command(verb: str) -> Command:
+    """The command behind a verb. Raises ConfigError naming the nearest verb."""
+    if verb not in COMMANDS.entries:
+        near = difflib.get_close_matches(verb, COMMANDS.entries, n=1)
+        hint = f"did you mean {near[0]}?" if near else "known: " + ", ".join(COMMANDS.entries)
+        raise ConfigError(f"no command {verb!r}; {hint}")
+    command: Command = COMMANDS.load(verb)
+    return command
+
+
+def overview() -> str:
+    """What `skipstone --help` prints."""
+    lines = ["usage: skipstone COMMAND ...", "", "Inference for sparse-attention language models.", "", "commands:"]
+    lines += [f"  {verb:<10} {load_command(verb).summary}" for verb in COMMANDS.entries]
+    return "\n".join([*lines, "", "`skipstone COMMAND --help` shows a command's options."])
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(overview())
+        return 0 if arguments else 2
+    verb = "version" if arguments[0] in ("--version", "-V") else arguments[0]
+    command = load_command(verb)
+    parser = Parser(verb, command)
+    try:
+        args = parser.parse(arguments[1:])
+    except SystemExit:  # argparse has printed the help
+        return 0
+    settings = resolve(command, args, os.environ)
+    if getattr(args, "print_config", False):
+        print(settings.describe())
+        return 0
+    return command.run(args, settings)

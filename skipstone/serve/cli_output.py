@@ -1,0 +1,144 @@
+"""What the command line shows: results on standard output, everything else on standard error.
+
+Knows the objects that `LLM` returns. rich is imported only for a terminal.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from skipstone.config import options_of
+from skipstone.core.request import SamplingParams
+from skipstone.errors import ConfigError
+from skipstone.serve.cli_options import DEFAULT, Settings
+
+if TYPE_CHECKING:
+    from skipstone.llm import CompletionOutput, RequestOutput
+
+ALWAYS_SHOWN = ("temperature", "max_tokens", "seed")
+
+
+def note(text: str) -> None:
+    """One line for the person, never part of the result."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def show_card(rows: Sequence[tuple[str, str]], title: str) -> None:
+    """A table on a terminal, `name: value` lines elsewhere."""
+    if not sys.stderr.isatty():
+        for name, value in rows:
+            note(f"{name}: {value}")
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, show_header=False, title_justify="left")
+    for name, value in rows:
+        table.add_row(name, value)
+    Console(stderr=True, markup=False, highlight=False).print(table)
+
+
+def sampling_line(settings: Settings) -> str:
+    """The sampling parameters that are set or always of interest, and where they come from."""
+    parts = []
+    for name, option in options_of(SamplingParams).items():
+        value, source = settings.values[name], settings.sources[name]
+        if name in ALWAYS_SHOWN or value != option.default:
+            shown = {"max_tokens": "up to the context length", "seed": "random"}.get(name) if value is None else None
+            origin = "" if source == DEFAULT else f" ({source})"
+            parts.append(f"{name}={shown or json.dumps(value, ensure_ascii=False)}{origin}")
+    return "sampling: " + ", ".join(parts)
+
+
+def result_object(output: RequestOutput, choice: CompletionOutput, request_id: str, prompt: object) -> dict[str, Any]:
+    """The JSON line of one answer."""
+    result: dict[str, Any] = {
+        "id": request_id,
+        "index": choice.index,
+        "prompt": prompt,
+        "text": choice.text,
+        "token_ids": choice.token_ids,
+        "finish_reason": choice.finish_reason,
+        "prompt_tokens": len(output.prompt_token_ids),
+        "output_tokens": len(choice.token_ids),
+    }
+    if choice.logprobs is not None:
+        result["logprobs"] = choice.logprobs
+    if output.prompt_logprobs is not None:
+        result["prompt_logprobs"] = output.prompt_logprobs
+    return result
+
+
+def check_writable(target: str) -> None:
+    """Find out before the work whether its results can be kept. Raises ConfigError."""
+    folder = Path(target).absolute().parent
+    if not folder.is_dir():
+        raise ConfigError(f"--json {target}: the folder {folder} does not exist; make it first")
+    if Path(target).is_dir() or not os.access(target if Path(target).exists() else folder, os.W_OK):
+        raise ConfigError(f"--json {target} cannot be written; name another file, or - for standard output")
+
+
+def write_lines(target: str, objects: Sequence[Mapping[str, Any]]) -> None:
+    """One JSON object a line, to a file or (-) to standard output."""
+    lines = b"".join(msgspec.json.encode(item) + b"\n" for item in objects)
+    if target == "-":
+        sys.stdout.write(lines.decode())
+    else:
+        Path(target).write_bytes(lines)
+
+
+def write_texts(outputs: Sequence[RequestOutput], names: Sequence[str]) -> None:
+    """The answers as plain text; a heading above each when there are several."""
+    total = sum(len(output.outputs) for output in outputs)
+    for output, name in zip(outputs, names, strict=True):
+        for choice in output.outputs:
+            if total > 1:
+                first_line = (output.prompt or "").strip().split("\n")[0]
+                number = f"{name}.{choice.index}" if len(output.outputs) > 1 else name
+                print(f"== {number}: {first_line[:80]}")
+            print(choice.text)
+
+
+def cut_short(outputs: Sequence[RequestOutput]) -> str | None:
+    """A remark when answers ended at a limit and not by themselves."""
+    reasons = [str(choice.finish_reason) for output in outputs for choice in output.outputs]
+    cut = reasons.count("length")
+    if not cut:
+        return None
+    what = "the answer" if len(reasons) == 1 else f"{cut} of {len(reasons)} answers"
+    return f"{what} ended at the length limit (finish_reason length); --max-tokens raises it"
+
+
+def stats_rows(stats: Mapping[str, Any], outputs: Sequence[RequestOutput]) -> list[tuple[str, str]]:
+    """What --stats shows. Rates per request are means over the requests; the total divides by wall-clock time."""
+    seconds = max(float(stats["seconds"]), 1e-9)
+    rows = [
+        ("prompt tokens", f"{stats['prompt_tokens']}, {stats['prefix_hit_tokens']} of them from the prefix cache"),
+        ("output tokens", f"{stats['output_tokens']} in {seconds:.2f} s: {stats['output_tokens'] / seconds:.1f} tokens/s"),
+    ]
+    prefill, decode = [], []
+    for output in outputs:
+        timing = output.metrics
+        waited = timing.first_token_s - timing.queue_s
+        if waited > 0:
+            prefill.append((len(output.prompt_token_ids) - output.num_cached_tokens) / waited)
+        produced = max(len(choice.token_ids) for choice in output.outputs)
+        if produced > 1 and timing.total_s > timing.first_token_s:
+            decode.append((produced - 1) / (timing.total_s - timing.first_token_s))
+    for label, rates in (("prefill", prefill), ("decode", decode)):
+        if rates:
+            rows.append((f"{label}, per request", f"{sum(rates) / len(rates):.1f} tokens/s"))
+    used, total = stats["cache_blocks_used"], stats["cache_blocks_total"]
+    return [
+        *rows,
+        ("steps", f"{stats['steps']}, {seconds / max(int(stats['steps']), 1) * 1e3:.1f} ms each"),
+        ("preemptions", str(stats["preemptions"])),
+        ("cache blocks in use", f"{used} of {total}"),
+    ]
