@@ -15,7 +15,8 @@ ASK_FUNCTION = ("What does `{0}` do?", "Explain the function `{0}`.", "Describe 
 ASK_CODE = ("Write a Python function with the signature `{0}`.", "Show me an implementation of `{0}`.", "Implement `{0}` in Python.")
 TOPIC = {"python-doc": "Python", "python-stdlib": "Python", "python-minimal": "Python", "sqlite-doc": "SQLite", "postgresql-doc": "PostgreSQL",
          "abs-guide": "Bash", "jargon": "hacker slang", "devil": "The Devil's Dictionary"}
-KEEP = {"python-stdlib": 0.8, "python-minimal": 0.8, "python-doc": 0.4, "sqlite-doc": 0.35, "postgresql-doc": 0.4, "abs-guide": 0.4, "jargon": 0.4, "devil": 0.4}
+KEEP = {"python-stdlib": 0.8, "python-minimal": 0.8, "python-doc": 0.4, "sqlite-doc": 0.35, "postgresql-doc": 0.4, "abs-guide": 0.4,
+        "jargon": 0.4, "devil": 0.4}
 
 
 def draw(text: str, count: int) -> int:
@@ -64,7 +65,9 @@ def rst_pairs(text: str, topic: str) -> Iterator[tuple[str, str]]:
         title, body = match.group(1).strip(), match.group(3)
         if len(body) > 120:
             yield ASK[draw(title + body, len(ASK))].format(title, topic), clip(body)
-    for match in re.finditer(r"^\.\. (?:function|method|class|attribute|data|exception|decorator|opcode|cmdoption|option):: ([^\n]+)\n((?:\n|   [^\n]+\n)+)", text, re.M):
+    directive = (r"^\.\. (?:function|method|class|attribute|data|exception|decorator|opcode|cmdoption|option):: "
+                 r"([^\n]+)\n((?:\n|   [^\n]+\n)+)")
+    for match in re.finditer(directive, text, re.M):
         body = re.sub(r"^   ", "", match.group(2), flags=re.M)
         body = re.sub(r"^:noindex:.*\n", "", body.split("\n.. ")[0], flags=re.M).strip()
         if len(body) > 80:
@@ -74,7 +77,7 @@ def rst_pairs(text: str, topic: str) -> Iterator[tuple[str, str]]:
 def heading_pairs(text: str, topic: str) -> Iterator[tuple[str, str]]:
     """`## title` sections of converted HTML pages."""
     pieces = re.split(r"^#{1,4} (.+)$", text, flags=re.M)
-    for title, body in zip(pieces[1::2], pieces[2::2]):
+    for title, body in zip(pieces[1::2], pieces[2::2], strict=True):
         title = re.sub(r"^[A-Z]?[\d.]+\s*", "", title).strip()
         if 3 < len(title) < 80 and len(body) > 150:
             yield ASK[draw(title + body[:200], len(ASK))].format(title, topic), clip(body)
@@ -82,7 +85,9 @@ def heading_pairs(text: str, topic: str) -> Iterator[tuple[str, str]]:
 
 def entry_pairs(source: str, text: str, topic: str) -> Iterator[tuple[str, str]]:
     """Dictionary entries: a headword and the text under it."""
-    pattern = r"^([^\n:]{2,40}):[ \n]((?:[^\n]+\n?)+(?:\n[^\n:]{60,}[^\n]*\n(?:[^\n]+\n?)*)*)" if source == "jargon" else r"^([A-Z][A-Z\-' ]{2,30}), ((?:[^\n]+\n?)+)"
+    pattern = r"^([A-Z][A-Z\-' ]{2,30}), ((?:[^\n]+\n?)+)"
+    if source == "jargon":
+        pattern = r"^([^\n:]{2,40}):[ \n]((?:[^\n]+\n?)+(?:\n[^\n:]{60,}[^\n]*\n(?:[^\n]+\n?)*)*)"
     for match in re.finditer(pattern, text, re.M):
         body = re.sub(r"\n[ \t]+", "\n", match.group(2))
         if len(body) > 100:

@@ -47,7 +47,8 @@ SOURCES = (
     Source("postgresql-doc", "postgresql-doc-15", "PostgreSQL documentation", "PostgreSQL", "read_html",
            "Portions Copyright 1996-2025, PostgreSQL Global Development Group; Portions Copyright 1994, The Regents of the University of California."),
     Source("abs-guide", "abs-guide", "Advanced Bash-Scripting Guide", "public domain", "read_abs", "Granted to the public domain by Mendel Cooper."),
-    Source("jargon", "jargon-text", "The Jargon File 4.4.7, 29 Dec 2003", "public domain", "read_jargon", "In the public domain; maintained by Eric S. Raymond."),
+    Source("jargon", "jargon-text", "The Jargon File 4.4.7, 29 Dec 2003", "public domain", "read_jargon",
+           "In the public domain; maintained by Eric S. Raymond."),
     Source("devil", "dict-devil", "The Devil's Dictionary, Ambrose Bierce", "public domain", "read_devil", "First published 1911; copyright expired."),
     Source("us-state", "miscfiles", "US Declaration of Independence and Constitution (share/state only)", "public domain", "read_state",
            "Works of the United States government."),
@@ -215,7 +216,8 @@ def main() -> None:
     (here / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
     (here.parent / "NOTICE").write_text(notice(manifest))
     for row in manifest["sources"]:
-        print(f"{row['source']:16} {row['files']:5} files ({row['heldout_files']} held out) {row['characters']/1e6:6.2f} M characters, dialogue {row['dialogue_characters']/1e6:.2f} M")
+        print(f"{row['source']:16} {row['files']:5} files ({row['heldout_files']} held out) {row['characters'] / 1e6:6.2f} M characters, "
+              f"dialogue {row['dialogue_characters'] / 1e6:.2f} M")
 
 
 if __name__ == "__main__":

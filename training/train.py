@@ -10,6 +10,7 @@ import argparse
 import json
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import dsa
+import m3
 from evaluate import bits_per_byte, coverage, speculation
 from export import MODELS, load_checkpoint, to_checkpoint, write_weights
 from layers import LoadBalance
@@ -40,23 +43,26 @@ class Stage:
     index_rate: float = 0.0
     dropout: float = 0.0
     final: float = 0.0  # learning rate at the end, as a share of the peak
+    compiled: bool = False  # compile the layers; not worth the compile time in the short stages
 
 
 STAGES = {
-    "dense": Stage(steps=3400, seconds=215, batch=16, length=2048, rate=2.5e-3, dropout=0.05, final=0.15),
-    "warm": Stage(steps=300, seconds=35, batch=8, length=2048, rate=0.0, index_rate=4e-3, final=0.1),
-    "sparse": Stage(steps=600, seconds=110, batch=8, length=2048, rate=4e-4, index_rate=2e-3, dropout=0.0, final=0.02),
-    "mtp": Stage(steps=1200, seconds=150, batch=8, length=2048, rate=2.5e-3, index_rate=2.5e-3, final=0.02),
+    "dense": Stage(steps=5000, seconds=175, batch=16, length=2048, rate=2.5e-3, dropout=0.1, final=0.15, compiled=True),
+    "warm": Stage(steps=400, seconds=45, batch=8, length=2048, rate=0.0, index_rate=4e-3, final=0.05),
+    "sparse": Stage(steps=1000, seconds=125, batch=8, length=2048, rate=4e-4, index_rate=2e-3, dropout=0.05, final=0.02, compiled=True),
+    "long": Stage(steps=3000, seconds=270, batch=4, length=4096, rate=1e-3, index_rate=2e-3, dropout=0.1, final=0.01, compiled=True),
+    "mtp": Stage(steps=1200, seconds=185, batch=8, length=2048, rate=2.5e-3, index_rate=2.5e-3, final=0.02),
 }
+MODES = {"dense": "dense", "warm": "warm", "sparse": "sparse", "long": "sparse_all"}
 TINY = {"batch": 1, "length": 96, "steps": 2}
 
 
 class Windows:
     """Random windows of a token stream; every epoch covers the stream once from a random offset."""
 
-    def __init__(self, path: Path, device: str) -> None:
+    def __init__(self, path: Path, device: str, seed: int) -> None:
         self.tokens = torch.from_numpy(np.fromfile(path, dtype=np.uint16).astype(np.int32)).to(device)
-        self.random = np.random.default_rng(SEED)
+        self.random = np.random.default_rng(seed)
         self.starts: list[int] = []
         self.length, self.used = 0, 0
 
@@ -141,7 +147,7 @@ def draft_loss(model: nn.Module, window: Tensor) -> tuple[Tensor, dict]:
         teacher = model.lm_head(hidden)                                      # [B, S, V]: row p is the law of t[p+1]
     outputs, index_loss, _ = run_draft(model, ids, hidden, DRAFT_STEPS, "sparse", greedy=False)
     total, stats, length = index_loss, {"index_kl": index_loss.detach()}, ids.shape[1]
-    for step, (out, weight) in enumerate(zip(outputs, STEP_WEIGHTS), 1):
+    for step, (out, weight) in enumerate(zip(outputs, STEP_WEIGHTS, strict=True), 1):
         goal = shift(teacher, step)                                          # row p: the law of t[p+step+1]
         mask = (torch.arange(length, device=ids.device) < length - step).float().expand(ids.shape)
         logits = model.lm_head(out)
@@ -168,8 +174,16 @@ def start_mtp(model: nn.Module) -> None:
         model.mtp.eh_proj.weight[:, size:] += torch.eye(size, device=model.norm.weight.device) * 0.5
 
 
-def run_stage(model: nn.Module, name: str, stage: Stage, data: Windows, log: Log, device: str, kl_mode: str) -> None:
-    """One stage; the last third of the sparse stage runs at twice the length."""
+def set_compiled(model: nn.Module, compiled: bool) -> None:
+    for layer in [*model.layers, model.mtp.layer]:
+        if compiled:
+            layer.compile(dynamic=False)
+        else:
+            layer._compiled_call_impl = None
+
+
+def run_stage(model: nn.Module, name: str, stage: Stage, data: Windows, log: Log, device: str, probe: Callable[[str], None]) -> None:
+    """One stage; the last third of the sparse and MTP stages runs at twice the length."""
     main, index = parameters(model, name)
     opt = optimizer(main, index, stage, fused=device == "cuda")
     for layer in [*model.layers, model.mtp.layer]:
@@ -184,10 +198,12 @@ def run_stage(model: nn.Module, name: str, stage: Stage, data: Windows, log: Log
         factor = rate_factor(progress, step, stage.final)
         for group in opt.param_groups:
             group["lr"] = group["peak"] * factor
-        long = name == "sparse" and progress > 2 / 3
+        long = name in ("sparse", "mtp") and progress > 2 / 3
+        if long and model.layers[0]._compiled_call_impl:
+            set_compiled(model, False)
         window = data.take(max(1, stage.batch // 2), 2 * stage.length) if long else data.take(stage.batch, stage.length)
         with torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"):
-            loss, stats = draft_loss(model, window) if name == "mtp" else target_loss(model, window, kl_mode if name == "sparse" else name)
+            loss, stats = draft_loss(model, window) if name == "mtp" else target_loss(model, window, MODES[name])
         loss.backward()
         norm = nn.utils.clip_grad_norm_(main + index, 1.0)
         opt.step()
@@ -200,6 +216,10 @@ def run_stage(model: nn.Module, name: str, stage: Stage, data: Windows, log: Log
             ms, mark = 1000 * (time.time() - mark) / every, time.time()
             log(stage=name, step=step, ms=ms, rate=opt.param_groups[0]["lr"], norm=norm.item(), **values)
         step += 1
+        if name == "dense" and step % 1000 == 0 and device == "cuda":
+            model.eval()
+            probe(f"dense {step}")
+            model.train()
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     model.eval()
@@ -211,13 +231,15 @@ def run_stage(model: nn.Module, name: str, stage: Stage, data: Windows, log: Log
 def report(model: nn.Module, name: str, heldout: Tensor, data: Path, log: Log, quick: bool, tiny: bool) -> None:
     """Held-out numbers after a stage."""
     torch.compiler.set_stance("force_eager")
-    length = 96 if tiny else 2048
-    values = {"bpb_dense": bits_per_byte(model, heldout, data, length, "dense", 8 if quick else 64)}
-    if name in ("warm", "sparse"):
-        values["bpb_sparse"] = bits_per_byte(model, heldout, data, length, "select", 8 if quick else 64)
-        values["coverage"] = [round(c, 4) for c in coverage(model, heldout, length, 4)[0]]
-    if name == "mtp":
-        values["speculation"] = speculation(model, [heldout[i * 997 : i * 997 + (40 if tiny else 300)].tolist() for i in range(2 if tiny else 64)], 4 if tiny else 64)
+    length, windows, device = (96 if tiny else 2048), (16 if quick else 64), heldout.device.type
+    with torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"):
+        values = {"bpb_dense": bits_per_byte(model, heldout, data, length, "dense", windows)}
+        if name in ("warm", "sparse", "long"):
+            values["bpb_sparse"] = bits_per_byte(model, heldout, data, length, "select", windows)
+            values["coverage"] = [round(c, 4) for c in coverage(model, heldout, length, 4)[0]]
+        if name == "mtp":
+            prompts = [heldout[i * 997 : i * 997 + (40 if tiny else 300)].tolist() for i in range(2 if tiny else 64)]
+            values["speculation"] = speculation(model, prompts, 5 if tiny else 64)
     log(stage=name, heldout=values)
     torch.compiler.set_stance("default")
 
@@ -229,16 +251,16 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=here / ".data")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--start", type=Path, help="checkpoint folder to continue from")
-    parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
+    parser.add_argument("--stages", nargs="+", choices=STAGES, default=[s for s in STAGES if s != "long"])
     parser.add_argument("--scale", type=float, default=1.0, help="factor on steps and seconds of every stage")
     parser.add_argument("--steps", type=int, help="steps of every stage, for a timing run")
-    parser.add_argument("--kl", choices=("sparse", "sparse_all"), default="sparse", help="keys of the indexer loss in the sparse stage: selected or all")
+    parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--keep-mtp", action="store_true", help="do not start the MTP module anew")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--tiny", action="store_true", help="two steps a stage on short sequences")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.manual_seed(SEED)
+    torch.manual_seed(options.seed)
     cls, config = MODELS[options.model]
     model = (load_checkpoint(options.start)[1] if options.start else cls(config())).to(device)
     options.out.mkdir(parents=True, exist_ok=True)
@@ -246,12 +268,11 @@ def main() -> None:
     if options.compile:
         torch._dynamo.config.recompile_limit = 64
         torch._dynamo.config.suppress_errors = True
-        for layer in [*model.layers, model.mtp.layer]:
-            layer.compile(dynamic=False)
-        model.mtp.layer.step = torch.compile(model.mtp.layer.step, dynamic=False)
-        globals()["next_token_loss"] = torch.compile(next_token_loss, dynamic=False)
-        globals()["soft_cross_entropy"] = torch.compile(soft_cross_entropy, dynamic=False)
-    data = Windows(options.data / "train.bin", device)
+        for function in ("next_token_loss", "soft_cross_entropy"):
+            globals()[function] = torch.compile(globals()[function], dynamic=False)
+        for module, function in ((dsa, "step_attention"), (m3, "step_attention"), (dsa, "divergence"), (m3, "divergence")):
+            setattr(module, function, torch.compile(getattr(module, function), dynamic=False))
+    data = Windows(options.data / "train.bin", device, options.seed)
     heldout = torch.from_numpy(np.fromfile(options.data / "heldout.bin", dtype=np.uint16).astype(np.int64)).to(device)
     for name in options.stages:
         stage = STAGES[name]
@@ -264,10 +285,10 @@ def main() -> None:
             snap_target(model)
             if not options.keep_mtp:
                 start_mtp(model)
-        run_stage(model, name, stage, data, log, device, options.kl)
+        set_compiled(model, options.compile and stage.compiled)
+        run_stage(model, name, stage, data, log, device, lambda label: report(model, label, heldout, options.data, log, quick=True, tiny=options.tiny))
         write_weights(to_checkpoint(options.model, model), options.out, index=False)
-        with torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"):
-            report(model, name, heldout, options.data, log, quick=name != "sparse", tiny=options.tiny)
+        report(model, name, heldout, options.data, log, quick=name not in ("sparse", "long"), tiny=options.tiny)
 
 
 if __name__ == "__main__":
