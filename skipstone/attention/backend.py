@@ -57,9 +57,9 @@ class AttentionBackend(Protocol):
 Backends = dict[str, AttentionBackend]
 
 
-def store_rows(layer: int, rows: CacheRows, cache: KVCache, slot_mapping: Tensor) -> None:
+def store_rows(layer: int, rows: CacheRows, cache: KVCache, batch: Batch) -> None:
     """Write whatever of `rows` is present; shared by every backend, as all caches have one layout."""
     from_names = zip(("k", "v", "latent", "index_k"), rows, strict=True)
     for name, values in from_names:
         if values is not None:
-            store(values, cache.get(layer, name), slot_mapping)
+            store(values, cache.get(layer, name), batch.slot_block, batch.slot_offset)

@@ -26,7 +26,7 @@ class DenseBackend:
 
     def write(self, layer: int, rows: CacheRows, cache: KVCache) -> None:
         """Store k and v."""
-        store_rows(layer, rows, cache, self.batch.slot_mapping)
+        store_rows(layer, rows, cache, self.batch)
 
     def select(self, layer: int, index: IndexQuery, cache: KVCache) -> Selection:
         """Dense layers read everything; asking for a selection is a bug in the model file."""

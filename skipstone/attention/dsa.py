@@ -8,7 +8,7 @@ from torch import Tensor
 from skipstone.attention.backend import CacheRows, IndexQuery, SparseSettings, store_rows
 from skipstone.core.batch import Batch, Selection
 from skipstone.core.kv_cache import KVCache
-from skipstone.kernels.reference.attention import token_sparse_attention
+from skipstone.kernels.reference.attention import SelectedKeys, locate_tokens, token_sparse_attention
 from skipstone.kernels.reference.index_scores import token_scores
 from skipstone.kernels.reference.select import select_all, select_tokens
 
@@ -24,37 +24,40 @@ class TokenSparseBackend:
         self.settings = settings
 
     def plan(self, batch: Batch) -> None:
-        """Keep the step's spans."""
+        """Keep the step's spans. When every row sees no more tokens than it may select, all layers share one answer."""
         self.batch = batch
+        self._everything: Selection | None = None
+        if batch.max_seq_len <= self.settings.budget:
+            self._everything = Selection(select_all(batch.positions[None], 1, 1, self.settings.budget)[0], 1)
+        self._located: SelectedKeys | None = None
 
     def write(self, layer: int, rows: CacheRows, cache: KVCache) -> None:
         """Store latent and index_k."""
-        store_rows(layer, rows, cache, self.batch.slot_mapping)
+        store_rows(layer, rows, cache, self.batch)
 
     def select(self, layer: int, index: IndexQuery, cache: KVCache) -> Selection:
         """Tokens of each row: indices [T, 1, budget]."""
+        if self._everything is not None:
+            return self._everything
         assert index.weights is not None
-        budget = self.settings.budget
         parts = []
         for span in self.batch.spans:
-            if span.max_seq_len <= budget:
-                chosen = select_all(span.positions, 1, 1, budget)
-            else:
-                index_k = cache.get(layer, "index_k")
-                scores = token_scores(index.q[span.rows], index.weights[span.rows], index_k, span, self.exact)
-                chosen = select_tokens(scores, span.positions, budget)
-            parts.append(chosen.flatten(0, 1))
+            index_k = cache.get(layer, "index_k")
+            scores = token_scores(index.q[span.rows], index.weights[span.rows], index_k, span, self.exact)
+            parts.append(select_tokens(scores, span.positions, self.settings.budget).flatten(0, 1))
         return Selection(parts[0] if len(parts) == 1 else torch.cat(parts), 1)
 
     def run(self, layer: int, q: Tensor, selection: Selection | None, cache: KVCache) -> Tensor:
         """Absorbed queries [T, H, latent width] -> [T, H, value width] over the selected latents."""
         assert selection is not None
-        return token_sparse_attention(
-            q,
-            cache.get(layer, "latent"),
-            selection.indices[:, 0],
-            self.batch.row_block_table,
-            self.settings.value_width,
-            self.scale,
-            self.exact,
-        )
+        located = self._locate(selection, cache.block_size)
+        latents = cache.get(layer, "latent")
+        return token_sparse_attention(q, latents, located, self.settings.value_width, self.scale, self.exact)
+
+    def _locate(self, selection: Selection, block_size: int) -> SelectedKeys:
+        if selection is self._everything and self._located is not None:
+            return self._located
+        located = locate_tokens(selection.indices[:, 0], self.batch.row_block_table, block_size)
+        if selection is self._everything:
+            self._located = located
+        return located

@@ -32,7 +32,8 @@ class Batch:
     input_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64, absolute position of each row
     seq_lens: Tensor  # [R] int64, keys visible to the last row of each request
-    slot_mapping: Tensor  # [T] int64, block id x block_size + offset; PAD: nothing is written
+    slot_block: Tensor  # [T] int64, the block that takes each row's keys; 0, the spare block, for padding rows
+    slot_offset: Tensor  # [T] int64, the row's place in that block
     row_block_table: Tensor  # [T, max_blocks] int64, the block table of each row's request
     logits_indices: Tensor  # [L] int64
     spans: list[Span]

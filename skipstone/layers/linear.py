@@ -25,8 +25,7 @@ class Linear(nn.Module):
 class RMSNorm(nn.Module):
     """Root-mean-square norm over the last dimension with a float32 gain.
 
-    `offset` 1 is the Gemma form of MiniMax-M3: stored weights are zero-centred, the gain is 1 + weight; it is added
-    once, when the weights have been loaded.
+    `offset` 1 is the Gemma form of MiniMax-M3: stored weights are zero-centred, the gain is 1 + weight.
     """
 
     def __init__(self, width: int, eps: float, offset: float = 0.0) -> None:
@@ -36,8 +35,8 @@ class RMSNorm(nn.Module):
         self.offset = offset
 
     def after_load(self) -> None:
-        """Turn the stored weight into the gain."""
-        self.weight.add_(self.offset)
+        """Turn the stored weight into the gain times sqrt(width) that the kernel takes, once."""
+        self.weight.add_(self.offset).mul_(self.weight.shape[-1] ** 0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., D] -> [..., D] in x's dtype."""

@@ -6,7 +6,9 @@ import math
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from skipstone.kernels.reference.pointwise import Rotary
 
 
 class Yarn(NamedTuple):
@@ -34,6 +36,33 @@ def rotary_table(dim: int, theta: float, max_position: int, yarn: Yarn | None = 
         scale = yarn.amplitude(yarn.mscale) / yarn.amplitude(yarn.mscale_all_dim)
     angle = torch.arange(max_position, dtype=torch.float64)[:, None] * frequency
     return (torch.cat([angle.cos(), angle.sin()], dim=-1) * scale).float()
+
+
+class RotaryTable(nn.Module):
+    """Cosines and sines of every position for heads of `width` dims, of which `table.shape[1]` from `first` on rotate.
+
+    `pairs` True: neighbours (2i, 2i + 1) rotate together; False: halves (i, i + dim / 2), the NeoX layout.
+    """
+
+    def __init__(self, table: Tensor, width: int, pairs: bool, first: int = 0) -> None:
+        super().__init__()
+        half = table.shape[1] // 2
+        cos, sin = table[:, :half], table[:, half:]
+        dims = torch.arange(half)
+        one, other = (2 * dims, 2 * dims + 1) if pairs else (dims, dims + half)
+        one, other = one + first, other + first
+        full_cos, full_sin = torch.ones(len(table), 1, width), torch.zeros(len(table), 1, width)
+        partner = torch.arange(width)
+        partner[one], partner[other] = other, one
+        full_cos[:, 0, one] = full_cos[:, 0, other] = cos
+        full_sin[:, 0, one], full_sin[:, 0, other] = -sin, sin
+        self.register_buffer("cos", full_cos, persistent=False)
+        self.register_buffer("sin", full_sin, persistent=False)
+        self.register_buffer("partner", partner, persistent=False)
+
+    def forward(self, positions: Tensor) -> Rotary:
+        """The angles of rows at `positions` [T]."""
+        return Rotary(self.cos[positions], self.sin[positions], self.partner)
 
 
 def _stretch(frequency: Tensor, dim: int, theta: float, yarn: Yarn) -> Tensor:

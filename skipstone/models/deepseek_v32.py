@@ -8,7 +8,7 @@ dims, the indexer rotates halves (i, i + d/2) of the first dims.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,10 @@ from skipstone.attention.backend import Backends, CacheRows, IndexQuery, SparseS
 from skipstone.core.batch import Batch
 from skipstone.core.kv_cache import CacheSpec, CacheTensorSpec, KVCache
 from skipstone.kernels.reference.gemm import bmm, linear
-from skipstone.kernels.reference.pointwise import rotate_halves, rotate_pairs, silu_mul
+from skipstone.kernels.reference.pointwise import Rotary, rotate, silu_mul
 from skipstone.layers.feed_forward import GatedMLP, MixtureOfExperts, Router
 from skipstone.layers.linear import LayerNorm, Linear, RMSNorm
-from skipstone.layers.rotary import Yarn, rotary_table
+from skipstone.layers.rotary import RotaryTable, Yarn, rotary_table
 from skipstone.models.base import CausalLM, ConfigReader, empty_parameter
 
 INDEX_NORM_EPS = 1e-6
@@ -142,6 +142,13 @@ def read_deepseek_v32(raw: dict[str, Any]) -> DeepseekV32Config:
     )
 
 
+class Rotaries(NamedTuple):
+    """The same angles for the two heads shapes: MLA's rotary part and the indexer's heads."""
+
+    mla: Rotary
+    index: Rotary
+
+
 class LightningIndexer(nn.Module):
     """Scores earlier tokens from the layer's input and its latent query."""
 
@@ -152,14 +159,14 @@ class LightningIndexer(nn.Module):
         self.head_weights = empty_parameter(config.index_heads, config.hidden_size, dtype=torch.float32)
         self.weight_scale = config.index_heads**-0.5 * config.index_dim**-0.5
 
-    def query(self, x: Tensor, projected_q: Tensor, rotary: Tensor) -> IndexQuery:
+    def query(self, x: Tensor, projected_q: Tensor, rotary: Rotary) -> IndexQuery:
         """x [T, H], projected_q [T, HI * DI] -> rotated queries [T, HI, DI] and head weights [T, HI] float32."""
-        q = rotate_halves(projected_q.view(x.shape[0], -1, self.config.index_dim), rotary)
+        q = rotate(projected_q.view(x.shape[0], -1, self.config.index_dim), rotary)
         return IndexQuery(q, linear(x.float(), self.head_weights, self.exact) * self.weight_scale)
 
-    def key(self, projected_k: Tensor, rotary: Tensor) -> Tensor:
+    def key(self, projected_k: Tensor, rotary: Rotary) -> Tensor:
         """projected_k [T, DI] -> the cached index key [T, 1, DI]."""
-        return rotate_halves(self.k_norm(projected_k)[:, None], rotary)
+        return rotate(self.k_norm(projected_k)[:, None], rotary)
 
 
 class Attention(nn.Module):
@@ -179,18 +186,18 @@ class Attention(nn.Module):
         self.o_proj = Linear(heads * config.value_dim, config.hidden_size, dtype, exact)
         self.indexer = LightningIndexer(config, exact)
 
-    def forward(self, x: Tensor, rotary: Tensor, cache: KVCache, backends: Backends) -> Tensor:
-        """Normalised x [T, H], rotary [T, rope_dim] -> [T, H]."""
+    def forward(self, x: Tensor, rotary: Rotaries, cache: KVCache, backends: Backends) -> Tensor:
+        """Normalised x [T, H] -> [T, H]."""
         config, rows, backend = self.config, x.shape[0], backends["dsa"]
         latent_q, latent, rope_k, index_k = self.in_proj(x).split(self.in_widths, dim=-1)
         q, index_q = self.q_up(self.q_norm(latent_q)).split(self.q_widths, dim=-1)
-        latent_row = torch.cat([self.kv_norm(latent)[:, None], rotate_pairs(rope_k[:, None], rotary)], dim=-1)
-        backend.write(self.layer, CacheRows(latent=latent_row, index_k=self.indexer.key(index_k, rotary)), cache)
-        selection = backend.select(self.layer, self.indexer.query(x, index_q, rotary), cache)
+        latent_row = torch.cat([self.kv_norm(latent)[:, None], rotate(rope_k[:, None], rotary.mla)], dim=-1)
+        backend.write(self.layer, CacheRows(latent=latent_row, index_k=self.indexer.key(index_k, rotary.index)), cache)
+        selection = backend.select(self.layer, self.indexer.query(x, index_q, rotary.index), cache)
         nope_q, rope_q = q.view(rows, config.heads, -1).split([config.nope_dim, config.rope_dim], dim=-1)
         key_up, value_up = self.kv_up.split([config.nope_dim, config.value_dim], dim=1)  # [H, nope | value, kv_rank]
         absorbed = bmm(nope_q.transpose(0, 1), key_up, self.exact).transpose(0, 1)  # [T, H, kv_rank]
-        query = torch.cat([absorbed, rotate_pairs(rope_q, rotary)], dim=-1)
+        query = torch.cat([absorbed, rotate(rope_q, rotary.mla)], dim=-1)
         latent_out = backend.run(self.layer, query, selection, cache)  # [T, H, kv_rank]
         out = bmm(latent_out.transpose(0, 1), value_up.transpose(1, 2), self.exact).transpose(0, 1)
         return self.o_proj(out.reshape(rows, -1))
@@ -250,7 +257,7 @@ class DecoderLayer(nn.Module):
             shared = GatedMLP(hidden, width, silu_mul, dtype, exact) if width else None
             self.ffn = MixtureOfExperts(hidden, config.expert_intermediate, config.experts, router, shared, silu_mul, dtype)
 
-    def forward(self, x: Tensor, rotary: Tensor, cache: KVCache, backends: Backends) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotaries, cache: KVCache, backends: Backends) -> Tensor:
         """[T, H] -> [T, H]."""
         x = x + self.attention(self.attention_norm(x), rotary, cache, backends)
         return x + self.ffn(self.ffn_norm(x))
@@ -284,7 +291,8 @@ class DeepseekV32(CausalLM):
         self.norm = RMSNorm(config.hidden_size, config.eps)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype, exact)
         table = rotary_table(config.rope_dim, config.rope_theta, max_position, config.yarn)
-        self.register_buffer("rotary", table, persistent=False)
+        self.mla_rotary = RotaryTable(table, config.rope_dim, pairs=True)
+        self.index_rotary = RotaryTable(table, config.index_dim, pairs=False)
 
     def cache_specs(self) -> list[CacheSpec]:
         """One per layer."""
@@ -293,7 +301,7 @@ class DeepseekV32(CausalLM):
     def forward(self, batch: Batch, cache: KVCache, backends: Backends) -> Tensor:
         """Hidden states [T, H] after the final norm."""
         x = self.embed[batch.input_ids]
-        rotary = self.rotary[batch.positions]  # [T, rope_dim]
+        rotary = Rotaries(self.mla_rotary(batch.positions), self.index_rotary(batch.positions))
         for layer in self.layers:
             x = layer(x, rotary, cache, backends)
         return self.norm(x)

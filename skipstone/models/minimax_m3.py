@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from skipstone.attention.backend import Backends, CacheRows, IndexQuery, SparseSettings
 from skipstone.core.batch import Batch
 from skipstone.core.kv_cache import CacheSpec, CacheTensorSpec, KVCache
-from skipstone.kernels.reference.pointwise import clamped_swiglu, rms_norm, rotate_halves
+from skipstone.kernels.reference.pointwise import Rotary, clamped_swiglu, rms_norm, rotate
 from skipstone.layers.feed_forward import GatedMLP, MixtureOfExperts, Router
 from skipstone.layers.linear import Linear, RMSNorm
-from skipstone.layers.rotary import rotary_table
+from skipstone.layers.rotary import RotaryTable, rotary_table
 from skipstone.models.base import CausalLM, ConfigReader, empty_parameter
 
 
@@ -142,13 +142,14 @@ class HeadNorm(nn.Module):
         self.weight = empty_parameter(len(head_counts), head_dim, dtype=torch.float32)
 
     def after_load(self) -> None:
-        """Spread the weights over the heads once: gain [heads, head_dim]."""
+        """Spread the weights over the heads once: gain * sqrt(head_dim), [heads, head_dim]."""
         counts = torch.tensor(self.head_counts, device=self.weight.device)
-        self.gain = (self.weight + 1.0).repeat_interleave(counts, dim=0)
+        gain = (self.weight + 1.0) * self.weight.shape[-1] ** 0.5
+        self.scaled_gain = gain.repeat_interleave(counts, dim=0)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, heads, head_dim] -> the same shape."""
-        return rms_norm(x, self.gain, self.eps)
+        return rms_norm(x, self.scaled_gain, self.eps)
 
 
 class Attention(nn.Module):
@@ -164,12 +165,12 @@ class Attention(nn.Module):
         self.norm = HeadNorm(self.head_counts, config.head_dim, config.eps)
         self.o_proj = Linear(config.heads * config.head_dim, config.hidden_size, dtype, exact)
 
-    def forward(self, x: Tensor, rotary: Tensor, cache: KVCache, backends: Backends) -> Tensor:
-        """Normalised x [T, H], rotary [T, rotary_dim] -> [T, H]."""
+    def forward(self, x: Tensor, rotary: Rotary, cache: KVCache, backends: Backends) -> Tensor:
+        """Normalised x [T, H] -> [T, H]."""
         backend = backends["msa" if self.sparse else "dense"]
         projected = self.in_proj(x).view(x.shape[0], -1, self.config.head_dim)
         normed = sum(self.head_counts)
-        heads = rotate_halves(self.norm(projected[:, :normed]), rotary)
+        heads = rotate(self.norm(projected[:, :normed]), rotary)
         branches = dict(zip(self.kinds, heads.split(self.head_counts, dim=1), strict=True))
         q = branches["q"]
         backend.write(self.layer, CacheRows(branches["k"], projected[:, normed:], None, branches.get("index_k")), cache)
@@ -219,7 +220,7 @@ class DecoderLayer(nn.Module):
         else:
             self.ffn = GatedMLP(hidden, config.dense_intermediate, activation, dtype, exact)
 
-    def forward(self, x: Tensor, rotary: Tensor, cache: KVCache, backends: Backends) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary, cache: KVCache, backends: Backends) -> Tensor:
         """[T, H] -> [T, H]."""
         x = x + self.attention(self.attention_norm(x), rotary, cache, backends)
         return x + self.ffn(self.ffn_norm(x))
@@ -256,7 +257,8 @@ class MiniMaxM3(CausalLM):
         )
         self.norm = RMSNorm(config.hidden_size, config.eps, offset=1.0)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype, exact)
-        self.register_buffer("rotary", rotary_table(config.rotary_dim, config.rope_theta, max_position), persistent=False)
+        table = rotary_table(config.rotary_dim, config.rope_theta, max_position)
+        self.rotary = RotaryTable(table, config.head_dim, pairs=False)
 
     def cache_specs(self) -> list[CacheSpec]:
         """One per layer."""
@@ -265,7 +267,7 @@ class MiniMaxM3(CausalLM):
     def forward(self, batch: Batch, cache: KVCache, backends: Backends) -> Tensor:
         """Hidden states [T, H] after the final norm."""
         x = self.embed[batch.input_ids]
-        rotary = self.rotary[batch.positions]  # [T, rotary_dim]
+        rotary = self.rotary(batch.positions)
         for layer in self.layers:
             x = layer(x, rotary, cache, backends)
         return self.norm(x)

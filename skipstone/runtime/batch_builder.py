@@ -43,7 +43,7 @@ def build_rows(plan: StepPlan, block_size: int) -> StepRows:
         blocks = item.request.block_ids[: -(-int(seq_lens[i]) // block_size)]
         table[i, : len(blocks)] = blocks
     row_table = table.repeat(lengths, axis=0)  # [T, max_blocks]
-    slots = row_table[np.arange(len(positions)), positions // block_size] * block_size + positions % block_size
+    slot_block = row_table[np.arange(len(positions)), positions // block_size]
     starts = np.concatenate([[0], lengths.cumsum()])
     sampled, prompt = _logit_rows(items, starts)
     position_tensor, table_tensor = torch.from_numpy(positions), torch.from_numpy(table)
@@ -51,7 +51,8 @@ def build_rows(plan: StepPlan, block_size: int) -> StepRows:
         input_ids=torch.from_numpy(input_ids),
         positions=position_tensor,
         seq_lens=torch.from_numpy(seq_lens),
-        slot_mapping=torch.from_numpy(slots),
+        slot_block=torch.from_numpy(slot_block),
+        slot_offset=torch.from_numpy(positions % block_size),
         row_block_table=torch.from_numpy(row_table),
         logits_indices=torch.tensor([row.row for row in (*sampled, *prompt)], dtype=torch.int64),
         spans=_spans(lengths, seq_lens, starts, position_tensor, table_tensor, block_size),

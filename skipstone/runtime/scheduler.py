@@ -74,6 +74,10 @@ class Scheduler:
                 self._free(request)
                 return
             self.running.append(self.waiting.popleft())
+            self.stats.prefix_query_tokens += len(request.token_ids)
+            self.stats.prefix_hit_tokens += item.start
+            if request.num_preemptions == 0:
+                request.num_cached_tokens = item.start
             scheduled.append(item)
             budget -= item.query_len
 
@@ -101,10 +105,6 @@ class Scheduler:
         most = (len(request.token_ids) - 1) // self.pool.block_size
         request.block_ids, request.block_hashes = self.pool.acquire_prefix(request.token_ids, most)
         request.num_computed_tokens = len(request.block_ids) * self.pool.block_size
-        if request.num_preemptions == 0:
-            request.num_cached_tokens = request.num_computed_tokens
-        self.stats.prefix_hit_tokens += request.num_computed_tokens
-        self.stats.prefix_query_tokens += len(request.token_ids)
 
     def _preempt_youngest(self) -> Request:
         victim = self.running.pop()

@@ -20,7 +20,7 @@ from skipstone.errors import ConfigError
 from skipstone.serve.cli_options import DEFAULT, Settings
 
 if TYPE_CHECKING:
-    from skipstone.llm import CompletionOutput, RequestOutput
+    from skipstone.outputs import CompletionOutput, RequestOutput
 
 ALWAYS_SHOWN = ("temperature", "max_tokens", "seed")
 
@@ -108,7 +108,7 @@ def write_texts(outputs: Sequence[RequestOutput], names: Sequence[str]) -> None:
 
 def cut_short(outputs: Sequence[RequestOutput]) -> str | None:
     """A remark when answers ended at a limit and not by themselves."""
-    reasons = [str(choice.finish_reason) for output in outputs for choice in output.outputs]
+    reasons = [choice.finish_reason for output in outputs for choice in output.outputs]
     cut = reasons.count("length")
     if not cut:
         return None
@@ -116,29 +116,26 @@ def cut_short(outputs: Sequence[RequestOutput]) -> str | None:
     return f"{what} ended at the length limit (finish_reason length); --max-tokens raises it"
 
 
-def stats_rows(stats: Mapping[str, Any], outputs: Sequence[RequestOutput]) -> list[tuple[str, str]]:
-    """What --stats shows. Rates per request are means over the requests; the total divides by wall-clock time."""
-    seconds = max(float(stats["seconds"]), 1e-9)
-    rows = [
-        ("prompt tokens", f"{stats['prompt_tokens']}, {stats['prefix_hit_tokens']} of them from the prefix cache"),
-        ("output tokens", f"{stats['output_tokens']} in {seconds:.2f} s: {stats['output_tokens'] / seconds:.1f} tokens/s"),
-    ]
+def stats_rows(stats: Mapping[str, float], outputs: Sequence[RequestOutput]) -> list[tuple[str, str]]:
+    """What --stats shows. Rates per request are means over the requests; the total divides by the engine's time."""
+    seconds, steps = max(stats["seconds"], 1e-9), int(stats["steps"])
+    prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    produced = int(stats["output_tokens"])
     prefill, decode = [], []
     for output in outputs:
-        timing = output.metrics
-        waited = timing.first_token_s - timing.queue_s
-        if waited > 0:
-            prefill.append((len(output.prompt_token_ids) - output.num_cached_tokens) / waited)
-        produced = max(len(choice.token_ids) for choice in output.outputs)
-        if produced > 1 and timing.total_s > timing.first_token_s:
-            decode.append((produced - 1) / (timing.total_s - timing.first_token_s))
-    for label, rates in (("prefill", prefill), ("decode", decode)):
-        if rates:
-            rows.append((f"{label}, per request", f"{sum(rates) / len(rates):.1f} tokens/s"))
-    used, total = stats["cache_blocks_used"], stats["cache_blocks_total"]
+        first, total = output.metrics.first_token_s or 0.0, output.metrics.total_s or 0.0
+        longest = max(len(choice.token_ids) for choice in output.outputs)
+        if first > 0:
+            prefill.append((len(output.prompt_token_ids) - output.num_cached_tokens) / first)
+        if longest > 1 and total > first:
+            decode.append((longest - 1) / (total - first))
+    rates = {"prefill, per request": prefill, "decode, per request": decode}
+    used, blocks = int(stats["cache_blocks_used"]), int(stats["cache_blocks_total"])
     return [
-        *rows,
-        ("steps", f"{stats['steps']}, {seconds / max(int(stats['steps']), 1) * 1e3:.1f} ms each"),
-        ("preemptions", str(stats["preemptions"])),
-        ("cache blocks in use", f"{used} of {total}"),
+        ("prompt tokens", f"{prompt_tokens}, of which {int(stats['prefix_hit_tokens'])} came from the prefix cache"),
+        ("output tokens", f"{produced} in {seconds:.2f} s: {produced / seconds:.1f} tokens/s"),
+        *((name, f"{sum(values) / len(values):.1f} tokens/s") for name, values in rates.items() if values),
+        ("steps", f"{steps}, {seconds / max(steps, 1) * 1e3:.1f} ms each"),
+        ("preemptions", f"{int(stats['preemptions'])}"),
+        ("cache blocks in use", f"{used} of {blocks}"),
     ]

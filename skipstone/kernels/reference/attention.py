@@ -8,6 +8,8 @@ the product, as zero times a NaN in an unwritten slot would be NaN.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,7 @@ from skipstone.core.batch import Span
 from skipstone.kernels.reference.gemm import bmm
 
 KEY_TILE = 256
+LOWEST = torch.finfo(torch.float32).min
 
 
 def gather_blocks(cache: Tensor, block_table: Tensor, multiple: int) -> Tensor:
@@ -68,66 +71,70 @@ def add_in_order(parts: Tensor) -> Tensor:
     return total
 
 
-def block_sparse_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    indices: Tensor,
-    unit: int,
-    positions: Tensor,
-    row_block_table: Tensor,
-    scale: float,
-    exact: bool,
-) -> Tensor:
-    """Attention of each row and KV head over the selected blocks of `unit` tokens (MiniMax-M3).
+class SelectedKeys(NamedTuple):
+    """Where a selection's keys lie: rows of the caches seen as [-1, unit * width], and which entries are masked."""
 
-    q [T, H, D], caches [num_blocks, Hkv, block_size, D], indices [T, Hkv, S] int32 ascending then PAD, positions [T],
-    row_block_table [T, blocks] int64. Returns [T, H, D]. A row without any selected key gives zeros.
+    place: Tensor  # [B * S] int64, B key sets of S units
+    hidden: Tensor  # [B, 1, S * unit] bool
+
+
+def locate_blocks(
+    indices: Tensor, unit: int, positions: Tensor, row_block_table: Tensor, block_size: int
+) -> SelectedKeys:
+    """Cache places of selected blocks of `unit` tokens, one key set per row and KV head.
+
+    indices [T, Hkv, S] int32 ascending then PAD, positions [T], row_block_table [T, blocks] int64.
     """
-    rows, heads, width = q.shape
-    _, kv_heads, block_size, _ = k_cache.shape
-    per_block, budget = block_size // unit, indices.shape[-1]
+    rows, kv_heads, budget = indices.shape
+    per_block = block_size // unit
     units = indices.clamp(min=0).long()  # [T, Hkv, S]
     block = torch.div(units, per_block, rounding_mode="floor")
     physical = row_block_table[:, None].expand(-1, kv_heads, -1).gather(2, block)  # [T, Hkv, S]
-    head = torch.arange(kv_heads, device=q.device)[:, None]
+    head = torch.arange(kv_heads, device=indices.device)[:, None]
     place = ((physical * kv_heads + head) * per_block + units % per_block).view(-1)
-    keys = k_cache.view(-1, unit * width).index_select(0, place).view(rows * kv_heads, budget * unit, width)
-    values = v_cache.view(-1, unit * width).index_select(0, place).view(rows * kv_heads, budget * unit, width)
-    token = units[..., None] * unit + torch.arange(unit, device=q.device)  # [T, Hkv, S, unit]
+    token = units[..., None] * unit + torch.arange(unit, device=indices.device)  # [T, Hkv, S, unit]
     hidden = (token > positions[:, None, None, None]) | (indices < 0)[..., None]
-    hidden = hidden.view(rows * kv_heads, 1, budget * unit)
-    queries = q.reshape(rows * kv_heads, heads // kv_heads, width)
-    return _attend(queries, keys, values, hidden, scale, exact).view(rows, heads, width)
+    return SelectedKeys(place, hidden.view(rows * kv_heads, 1, budget * unit))
 
 
-def token_sparse_attention(
-    q: Tensor,
-    latent_cache: Tensor,
-    indices: Tensor,
-    row_block_table: Tensor,
-    value_width: int,
-    scale: float,
-    exact: bool,
-) -> Tensor:
-    """Absorbed MLA over the selected tokens (DeepSeek-V3.2): keys are latent rows, values their first dims.
-
-    q [T, H, D_latent], latent_cache [num_blocks, 1, block_size, D_latent], indices [T, S] int32 then PAD,
-    row_block_table [T, blocks] int64. Returns [T, H, value_width]. A row without any selected key gives zeros.
-    """
-    rows, _, width = q.shape
-    block_size = latent_cache.shape[2]
+def locate_tokens(indices: Tensor, row_block_table: Tensor, block_size: int) -> SelectedKeys:
+    """Cache places of selected tokens, one key set per row. indices [T, S] int32 then PAD."""
     tokens = indices.clamp(min=0).long()  # [T, S]
     block = torch.div(tokens, block_size, rounding_mode="floor")
     slots = row_block_table.gather(1, block) * block_size + tokens % block_size
-    keys = latent_cache.view(-1, width).index_select(0, slots.view(-1)).view(rows, -1, width)
-    hidden = (indices < 0)[:, None]
-    return _attend(q, keys, keys[..., :value_width], hidden, scale, exact)
+    return SelectedKeys(slots.view(-1), (indices < 0)[:, None])
 
 
-def _attend(q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, scale: float, exact: bool) -> Tensor:
-    """Softmax attention, one query set per key set: q [B, M, D], keys [B, S, D], values [B, S, V], hidden [B, 1, S]."""
-    scores = bmm(q, keys.transpose(1, 2), exact).float().mul_(scale).masked_fill_(hidden, -torch.inf)  # [B, M, S]
-    weights = torch.softmax(scores, dim=-1).masked_fill_(hidden, 0)  # a row with no key at all is NaN before the fill
-    values = values.masked_fill(hidden.transpose(1, 2), 0)
-    return bmm(weights.to(q.dtype), values, exact)
+def block_sparse_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, keys: SelectedKeys, unit: int, scale: float, exact: bool
+) -> Tensor:
+    """Attention of each row and KV head over its selected blocks (MiniMax-M3).
+
+    q [T, H, D], caches [num_blocks, Hkv, block_size, D]. Returns [T, H, D]. A row without any key gives zeros.
+    """
+    rows, heads, width = q.shape
+    kv_heads = k_cache.shape[1]
+    k = k_cache.view(-1, unit * width).index_select(0, keys.place).view(rows * kv_heads, -1, width)
+    v = v_cache.view(-1, unit * width).index_select(0, keys.place).view(rows * kv_heads, -1, width)
+    queries = q.reshape(rows * kv_heads, heads // kv_heads, width)
+    return _attend(queries, k, v, keys.hidden, scale, exact).view(rows, heads, width)
+
+
+def token_sparse_attention(
+    q: Tensor, latent_cache: Tensor, keys: SelectedKeys, value_width: int, scale: float, exact: bool
+) -> Tensor:
+    """Absorbed MLA over the selected tokens (DeepSeek-V3.2): keys are latent rows, values their first dims.
+
+    q [T, H, D_latent], latent_cache [num_blocks, 1, block_size, D_latent]. Returns [T, H, value_width]. A row without
+    any key gives zeros.
+    """
+    rows, _, width = q.shape
+    latents = latent_cache.view(-1, width).index_select(0, keys.place).view(rows, -1, width)
+    return _attend(q, latents, latents[..., :value_width], keys.hidden, scale, exact)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float, exact: bool) -> Tensor:
+    """Softmax attention, one query set per key set: q [B, M, D], k [B, S, D], v [B, S, V], hidden [B, 1, S]."""
+    scores = bmm(q, k.transpose(1, 2), exact).float().mul_(scale).masked_fill_(hidden, LOWEST)  # [B, M, S]
+    weights = torch.softmax(scores, dim=-1)  # hidden keys: exactly 0, or any number when every key is hidden
+    return bmm(weights.to(q.dtype), v.masked_fill(hidden.transpose(1, 2), 0), exact)

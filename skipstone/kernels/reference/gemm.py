@@ -50,16 +50,6 @@ def padded_rows(k: int, n: int, dtype: torch.dtype, batched: bool, threads: int)
     return tuple(min(g for g in good if g >= count) for count in range(LARGEST_PROBED + 1))
 
 
-@cache
-def bmm_equals_linear(k: int, n: int, dtype: torch.dtype, threads: int) -> bool:
-    """Whether torch.bmm and F.linear give the same bits for padded rows of a [rows, k] x [k, n] product here."""
-    generator = torch.Generator().manual_seed(k * 1_000_003 + n)
-    x = torch.randn(LARGEST_PROBED, k, generator=generator).to(dtype)
-    weights = torch.randn(2, n, k, generator=generator).to(dtype)
-    batched = torch.bmm(x[None].expand(2, -1, -1), weights.transpose(1, 2))
-    return all(torch.equal(batched[i], F.linear(x, weights[i])) for i in range(2))
-
-
 def _pad_count(rows: int, k: int, n: int, dtype: torch.dtype, batched: bool) -> int:
     if rows > LARGEST_PROBED:
         return 0

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 
-def store(rows: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
-    """rows [T, heads, width] into cache [num_blocks, heads, block_size, width] at slot_mapping [T].
+def store(rows: Tensor, cache: Tensor, slot_block: Tensor, slot_offset: Tensor) -> None:
+    """rows [T, heads, width] into cache [num_blocks, heads, block_size, width] at (slot_block, slot_offset), both [T].
 
-    A PAD slot lands in block 0, the spare block which no request owns.
+    Padding rows have block 0, the spare block which no request owns.
     """
-    block_size = cache.shape[2]
-    slots = slot_mapping.clamp(min=0)
-    block = torch.div(slots, block_size, rounding_mode="floor")
-    cache[block, :, slots - block * block_size] = rows.to(cache.dtype)
+    cache[slot_block, :, slot_offset] = rows.to(cache.dtype)

@@ -11,10 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from skipstone.kernels.reference.gemm import bmm, bmm_equals_linear, linear
+from skipstone.kernels.reference.gemm import linear
 from skipstone.kernels.reference.pointwise import sigmoid
-
-DENSE_EXPERTS = 16  # up to this many experts every expert runs every row when rows are few: one product, no dispatch
 
 
 def route(
@@ -57,47 +55,23 @@ def experts_forward(
 
     x [T, H], experts [T, K] int64, weights [T, K] float32, gate_up [E, 2I, H], down [E, H, I]. Returns [T, H] float32.
     """
-    if gate_up.shape[0] <= DENSE_EXPERTS and x.shape[0] <= DENSE_EXPERTS and (not exact or _same_bits(gate_up, down)):
-        per_slot = _all_experts(x, experts, gate_up, down, activation, exact)
-    else:
-        per_slot = _touched_experts(x, experts, gate_up, down, activation, exact)
-    total = per_slot[:, 0].float() * weights[:, :1]
-    for slot in range(1, experts.shape[1]):
-        total = total + per_slot[:, slot].float() * weights[:, slot : slot + 1]
-    return total
-
-
-def _same_bits(gate_up: Tensor, down: Tensor) -> bool:
-    """Whether both ways below give the same bits on this machine, so that either may be taken in exact mode."""
-    threads = torch.get_num_threads()
-    return all(bmm_equals_linear(w.shape[2], w.shape[1], w.dtype, threads) for w in (gate_up, down))
-
-
-def _all_experts(
-    x: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, activation: Callable[[Tensor], Tensor], exact: bool
-) -> Tensor:
-    """[T, K, H]: every expert runs every row in one batched product, then each slot's output is picked."""
-    hidden = bmm(x[None].expand(gate_up.shape[0], -1, -1), gate_up.transpose(1, 2), exact)  # [E, T, 2I]
-    out = bmm(activation(hidden), down.transpose(1, 2), exact)  # [E, T, H]
-    row = torch.arange(x.shape[0], device=x.device)[:, None]
-    return out[experts, row]
-
-
-def _touched_experts(
-    x: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, activation: Callable[[Tensor], Tensor], exact: bool
-) -> Tensor:
-    """[T, K, H]: rows sorted by expert, one pair of products per expert that any row picked."""
     top_k = experts.shape[1]
-    order = experts.flatten().argsort(stable=True)  # (row, slot) pairs by expert
-    counts = torch.bincount(experts.flatten(), minlength=gate_up.shape[0]).tolist()
-    sorted_x = x.index_select(0, torch.div(order, top_k, rounding_mode="floor"))
-    outputs = []
-    start = 0
-    for expert, count in enumerate(counts):
-        if count:
-            hidden = linear(sorted_x[start : start + count], gate_up[expert], exact)
-            outputs.append(linear(activation(hidden), down[expert], exact))
-            start += count
-    per_slot = torch.empty(order.shape[0], x.shape[1], dtype=x.dtype, device=x.device)
-    per_slot.index_copy_(0, order, torch.cat(outputs))
-    return per_slot.view(x.shape[0], top_k, x.shape[1])
+    chosen = experts.flatten()
+    if x.shape[0] == 1:
+        touched, parts, order = chosen.tolist(), [x] * top_k, None
+    else:
+        order = chosen.argsort(stable=True)  # (row, slot) pairs by expert
+        counts = torch.bincount(chosen, minlength=gate_up.shape[0]).tolist()
+        touched = [expert for expert, count in enumerate(counts) if count]
+        by_expert = x.index_select(0, torch.div(order, top_k, rounding_mode="floor"))
+        parts = list(by_expert.split([counts[expert] for expert in touched]))
+    hidden = torch.cat([linear(part, gate_up[e], exact) for part, e in zip(parts, touched, strict=True)])
+    inner = activation(hidden).split([part.shape[0] for part in parts])
+    out = torch.cat([linear(part, down[e], exact) for part, e in zip(inner, touched, strict=True)])  # [T * K, H]
+    if order is not None:
+        out = torch.empty_like(out).index_copy_(0, order, out)
+    per_slot = out.float().view(x.shape[0], top_k, -1).mul_(weights[..., None])
+    total = per_slot[:, 0]
+    for slot in range(1, top_k):
+        total = total + per_slot[:, slot]
+    return total

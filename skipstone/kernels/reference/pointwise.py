@@ -6,15 +6,29 @@ value would depend on how many rows are in the call. exp, division, multiplicati
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 
-def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
-    """x [..., D] over its root mean square, times gain (float32, broadcast against x). Zhang & Sennrich 2019."""
+class Rotary(NamedTuple):
+    """Angles of this step's rows, spread over the D dims of a head."""
+
+    cos: Tensor  # [T, 1, D] float32
+    sin: Tensor  # [T, 1, D] float32, negative for the first of each pair
+    partner: Tensor  # [D] int64, the other dim of each pair
+
+
+def rms_norm(x: Tensor, scaled_gain: Tensor, eps: float) -> Tensor:
+    """x [..., D] over its root mean square, times a gain. Zhang & Sennrich 2019.
+
+    `scaled_gain` is float32, broadcast against x, and already holds gain * sqrt(D), so that the mean need not be taken.
+    """
     x32 = x.float()
-    scale = torch.rsqrt(x32.square().mean(dim=-1, keepdim=True).add_(eps))
-    return (x32 * scale).mul_(gain).to(x.dtype)
+    length = torch.linalg.vector_norm(x32, dim=-1, keepdim=True)
+    inverse = length.square_().add_(eps * x.shape[-1]).rsqrt_()
+    return (x32 * inverse).mul_(scaled_gain).to(x.dtype)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -22,26 +36,14 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     return torch.nn.functional.layer_norm(x.float(), (x.shape[-1],), weight, bias, eps).to(x.dtype)
 
 
-def rotate_halves(x: Tensor, cos_sin: Tensor) -> Tensor:
-    """Rotary embedding on pairs (i, i + D/2) of the first D dims of x [T, heads, >= D]; the rest passes through.
+def rotate(x: Tensor, rotary: Rotary) -> Tensor:
+    """Rotary embedding of x [T, heads, D]: every dim times its cosine plus its partner times its signed sine.
 
-    cos_sin [T, D] float32: D/2 cosines, then D/2 sines. Su et al. 2021 in the NeoX layout.
+    Su et al. 2021. Which dims are partners, and how many rotate, is in `rotary`; dims that do not rotate have cosine 1
+    and sine 0.
     """
-    half = cos_sin.shape[-1] // 2
-    cos, sin = cos_sin[:, None, :half], cos_sin[:, None, half:]
-    first, second = x[..., :half].float(), x[..., half : 2 * half].float()
-    parts = [first * cos - second * sin, second * cos + first * sin]
-    if x.shape[-1] > 2 * half:
-        parts.append(x[..., 2 * half :].float())
-    return torch.cat(parts, dim=-1).to(x.dtype)
-
-
-def rotate_pairs(x: Tensor, cos_sin: Tensor) -> Tensor:
-    """Rotary embedding on pairs (2i, 2i + 1) of all D dims of x [T, heads, D]; cos_sin as in `rotate_halves`."""
-    half = cos_sin.shape[-1] // 2
-    cos, sin = cos_sin[:, None, :half], cos_sin[:, None, half:]
-    even, odd = x[..., 0::2].float(), x[..., 1::2].float()
-    return torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1).flatten(-2).to(x.dtype)
+    x32 = x.float()
+    return (x32 * rotary.cos).add_(x32.index_select(-1, rotary.partner).mul_(rotary.sin)).to(x.dtype)
 
 
 def sigmoid(x: Tensor) -> Tensor:
@@ -52,7 +54,7 @@ def sigmoid(x: Tensor) -> Tensor:
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up for gate_up [..., 2I] = [gate | up]: [..., I]. Shazeer 2020."""
     gate, up = gate_up.float().chunk(2, dim=-1)
-    return (gate * sigmoid(gate)).mul_(up).to(gate_up.dtype)
+    return (gate / torch.exp(-gate).add_(1.0)).mul_(up).to(gate_up.dtype)
 
 
 def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
@@ -62,4 +64,4 @@ def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
     """
     gate, up = gate_up.float().chunk(2, dim=-1)
     gate = gate.clamp(max=limit)
-    return (gate * sigmoid(gate * alpha)).mul_(up.clamp(-limit, limit).add_(1.0)).to(gate_up.dtype)
+    return (gate / torch.exp(gate * -alpha).add_(1.0)).mul_(up.clamp(-limit, limit).add_(1.0)).to(gate_up.dtype)

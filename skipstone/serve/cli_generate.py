@@ -1,0 +1,122 @@
+"""`skipstone generate`: complete prompts from the command line, from files or from standard input."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from skipstone.config import EngineConfig
+from skipstone.core.request import SamplingParams
+from skipstone.errors import RequestError
+from skipstone.models.locate import locate
+from skipstone.serve.cli_model import open_model
+from skipstone.serve.cli_options import Command, Settings
+from skipstone.serve.cli_output import (
+    check_writable,
+    cut_short,
+    note,
+    result_object,
+    show_card,
+    stats_rows,
+    write_lines,
+    write_texts,
+)
+from skipstone.serve.cli_prompts import Prompt, check_sampling, read_prompts, read_vocab_size
+
+if TYPE_CHECKING:
+    from skipstone.llm import LLM
+    from skipstone.outputs import RequestOutput
+
+MAX_TOKENS = 256
+
+
+def run(args: argparse.Namespace, settings: Settings) -> int:
+    """Complete every prompt; raises before the model is loaded if any prompt, option or target is wrong."""
+    prompts = read_prompts(args)
+    folder = locate(settings.engine_config().model)
+    if args.json not in (None, "-"):
+        check_writable(args.json)
+    params = [settings.sampling_params(prompt.overrides) for prompt in prompts]
+    check_sampling(prompts, params, read_vocab_size(folder))
+    with open_model(settings, args.quiet) as (llm, resolved):
+        params = [resolved.sampling_params(prompt.overrides) for prompt in prompts]
+        streams = len(prompts) == 1 and params[0].n == 1 and args.json is None and sys.stdout.isatty()
+        if streams:
+            outputs = [_stream(llm, prompts[0], params[0])]
+        else:
+            inputs = [_encoded(llm, prompt) for prompt in prompts]
+            outputs = llm.generate(inputs, params, progress=not args.quiet and sys.stderr.isatty())
+        if args.json is not None:
+            _write_json(args.json, prompts, outputs)
+        elif not streams:
+            write_texts(outputs, [prompt.request_id for prompt in prompts])
+        sys.stdout.flush()
+        remark = cut_short(outputs)
+        if remark and not args.quiet:
+            note(remark)
+        if args.stats:
+            show_card(stats_rows(llm.stats(), outputs), "this run")
+    return 0
+
+
+def _encoded(llm: LLM, prompt: Prompt) -> str | list[int]:
+    """What `LLM.generate` takes. Raises RequestError for a chat that the model's template refuses."""
+    if prompt.text is not None:
+        return prompt.text
+    if prompt.token_ids is not None:
+        return prompt.token_ids
+    if llm.tokenizer is None:
+        raise RequestError(f"{prompt.source}: the model has no tokenizer.json, so messages cannot be encoded")
+    try:
+        return llm.tokenizer.encode_chat(prompt.messages or [])
+    except RequestError as error:
+        raise RequestError(f"{prompt.source}: {error}") from None
+
+
+def _stream(llm: LLM, prompt: Prompt, params: SamplingParams) -> RequestOutput:
+    """Print the text as it becomes certain; return the finished output."""
+    output: RequestOutput | None = None
+    for event in llm.stream(_encoded(llm, prompt), params):
+        print(event.text, end="", flush=True)
+        output = event.output
+    print()
+    assert output is not None
+    return output
+
+
+def _write_json(target: str, prompts: Sequence[Prompt], outputs: Sequence[RequestOutput]) -> None:
+    objects = []
+    for prompt, output in zip(prompts, outputs, strict=True):
+        given = prompt.text if prompt.text is not None else prompt.token_ids or prompt.messages
+        objects += [result_object(output, choice, prompt.request_id, given) for choice in output.outputs]
+    write_lines(target, objects)
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("prompts and results")
+    group.add_argument("-p", "--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be repeated")
+    group.add_argument(
+        "-f",
+        "--file",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help=".txt: one prompt a line; .jsonl: one object a line with prompt, prompt_token_ids or messages, an id if "
+        "wanted, and any sampling field; blank lines do not count; may be repeated",
+    )
+    group.add_argument("--json", metavar="OUT", help="write one JSON object a line to this file, or to - (stdout)")
+    group.add_argument("--stats", action="store_true", help="at the end: tokens, tokens/s, steps, cache use")
+    group.add_argument("-q", "--quiet", action="store_true", help="no start-up card, no progress, no remarks")
+
+
+COMMAND = Command(
+    summary="complete prompts: -p TEXT, -f FILE, or - for one prompt from standard input",
+    usage="MODEL [-p TEXT] [-f FILE] [-] [options]",
+    options={EngineConfig: None, SamplingParams: None},
+    run=run,
+    add_arguments=_add_arguments,
+    reads_stdin=True,
+    defaults={"max_tokens": MAX_TOKENS},
+)

@@ -1,0 +1,38 @@
+"""Loading a model for a verb of the command line, and saying on standard error what was loaded and chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from skipstone.models.locate import locate
+from skipstone.serve.cli_options import Settings
+from skipstone.serve.cli_output import note, sampling_line, show_card
+
+if TYPE_CHECKING:
+    from skipstone.llm import LLM
+
+
+@contextmanager
+def open_model(settings: Settings, quiet: bool) -> Iterator[tuple[LLM, Settings]]:
+    """The loaded model, and the settings with its own sampling defaults; closed at the end, whatever happens.
+
+    Raises CheckpointError, ConfigError or UnsupportedError for a model that cannot be loaded.
+    """
+    config = settings.engine_config()
+    folder = locate(config.model)
+    if not quiet:
+        size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        note(f"loading {folder} ({size / 1e6:,.1f} MB of weights)")
+    from skipstone.llm import LLM  # torch takes seconds to import; errors in options and prompts come before
+
+    llm = LLM(config=config)
+    try:
+        settings = settings.with_checkpoint(llm.default_params)
+        if not quiet:
+            show_card(llm.card, f"skipstone: {config.model}")
+            note(sampling_line(settings))
+        yield llm, settings
+    finally:
+        llm.close()

@@ -1,0 +1,219 @@
+"""What a checkpoint holds, compared with what its architecture needs: from headers and a model without memory.
+
+The model is built on torch's meta device, so that a checkpoint of any size is looked into in seconds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from skipstone.models.base import CausalLM
+from skipstone.models.loader import ModelInfo, read_model_info, shard_files
+from skipstone.runtime.memory import free_memory_bytes
+from skipstone.tools.headers import StoredTensor, read_header
+
+# The first pattern that a name contains decides its part.
+PARTS = (
+    ("embedding", r"embed_tokens"),
+    ("head", r"lm_head"),
+    ("indexer", r"\.indexer\.|\.index_[qk]_"),
+    ("shared experts", r"shared_experts"),
+    ("experts", r"\.experts\.\d"),
+    ("router", r"\.gate\.|e_score_correction_bias"),
+    ("norms", r"norm\."),
+    ("attention", r"\.self_attn\."),
+    ("dense feed-forward", r"\.mlp\."),
+)
+LICENCES = ("LICENSE*", "LICENCE*", "NOTICE*", "COPYING*")
+
+
+class PartReport(msgspec.Struct, frozen=True):
+    """One part of the network: values and bytes on disk."""
+
+    part: str
+    tensors: int
+    parameters: int
+    num_bytes: int
+    loaded: bool
+
+
+class CacheGroupReport(msgspec.Struct, frozen=True):
+    """One cache group: its layers and what a token takes in all of them."""
+
+    group: str
+    backend: str
+    layers: int
+    bytes_per_token: int
+
+
+class CheckpointReport(msgspec.Struct, frozen=True):
+    """Everything `skipstone inspect` shows."""
+
+    folder: str
+    architecture: str
+    files: int
+    bytes_on_disk: int
+    stored_dtypes: dict[str, int]
+    layers: dict[str, int]
+    max_position_embeddings: int
+    vocab_size: int
+    parts: list[PartReport]
+    run_dtype: str
+    loaded_bytes: int
+    cache_groups: list[CacheGroupReport]
+    cache_bytes_per_token: int
+    free_bytes: int
+    tokens_that_fit: int
+    missing: list[str]
+    unexpected: list[str]
+    other_shape: list[str]
+    declared_but_absent: list[str]
+    tokenizer: bool
+    chat_template: str | None
+    licences: list[str]
+
+    @property
+    def loads(self) -> bool:
+        """Whether every weight of the architecture is there, in its shape, and nothing else."""
+        return not (self.missing or self.unexpected or self.other_shape)
+
+
+def examine(folder: Path, dtype: str) -> CheckpointReport:
+    """Look into a checkpoint folder. `dtype` as in EngineConfig.
+
+    Raises CheckpointError for absent, truncated or damaged files; ConfigError and UnsupportedError for config.json.
+    """
+    info = read_model_info(folder)
+    files = shard_files(folder)
+    tensors = [tensor for file in files for tensor in read_header(file)]
+    run_dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
+    with torch.device("meta"):
+        model: CausalLM = info.model_class(info.config, run_dtype, True, 1)
+    matched = _match(model, tensors)
+    loaded = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    groups = _cache_groups(model, run_dtype)
+    per_token, free = sum(group.bytes_per_token for group in groups), free_memory_bytes()
+    return CheckpointReport(
+        folder=str(folder),
+        architecture=info.architecture,
+        files=len(files),
+        bytes_on_disk=sum(file.stat().st_size for file in files),
+        stored_dtypes=dict(Counter(tensor.dtype for tensor in tensors).most_common()),
+        layers=_layers(model),
+        max_position_embeddings=info.config.max_position_embeddings,
+        vocab_size=info.config.vocab_size,
+        parts=_parts(matched),
+        run_dtype=str(run_dtype).removeprefix("torch."),
+        loaded_bytes=loaded,
+        cache_groups=groups,
+        cache_bytes_per_token=per_token,
+        free_bytes=free,
+        tokens_that_fit=max(0, free - loaded) // per_token,
+        missing=sorted(set(matched.slots) - matched.slots_filled()),
+        unexpected=matched.unexpected,
+        other_shape=matched.other_shape(),
+        declared_but_absent=_absent(info, matched),
+        tokenizer=(folder / "tokenizer.json").is_file(),
+        chat_template=_chat_template(folder),
+        licences=sorted({path.name for pattern in LICENCES for path in folder.glob(pattern)}),
+    )
+
+
+class _Match(msgspec.Struct):
+    """Stored tensors by what becomes of them."""
+
+    slots: dict[str, Any]  # hub name -> the meta tensor it fills
+    loaded: list[tuple[str, StoredTensor]] = []  # slot name, tensor
+    ignored: list[tuple[str, StoredTensor]] = []  # reason, tensor
+    unexpected: list[str] = []
+
+    def slots_filled(self) -> set[str]:
+        return {name for name, _ in self.loaded}
+
+    def other_shape(self) -> list[str]:
+        pairs = [(name, tensor.shape, list(self.slots[name].shape)) for name, tensor in self.loaded]
+        return [f"{name} {stored}, expected {needed}" for name, stored, needed in pairs if stored != needed]
+
+
+def _match(model: CausalLM, tensors: list[StoredTensor]) -> _Match:
+    match = _Match(model.weight_slots())
+    aliases = {name.removeprefix("language_model."): name for name in match.slots}
+    for tensor in tensors:
+        name = tensor.name if tensor.name in match.slots else aliases.get(tensor.name, tensor.name)
+        reason = model.ignored_weight(tensor.name)
+        if name in match.slots:
+            match.loaded.append((name, tensor))
+        elif reason is not None:
+            match.ignored.append((reason, tensor))
+        else:
+            match.unexpected.append(tensor.name)
+    return match
+
+
+def _parts(match: _Match) -> list[PartReport]:
+    labelled = [(_part(name), tensor, True) for name, tensor in match.loaded]
+    labelled += [(reason, tensor, False) for reason, tensor in match.ignored]
+    known = [part for part, _ in PARTS]
+    order = [*known, *sorted({part for part, _, _ in labelled} - set(known))]
+    reports = []
+    for part in order:
+        for loaded in (True, False):
+            chosen = [tensor for label, tensor, kept in labelled if (label, kept) == (part, loaded)]
+            numel, size = sum(tensor.numel for tensor in chosen), sum(tensor.num_bytes for tensor in chosen)
+            reports.append(PartReport(part, len(chosen), numel, size, loaded))
+    return [report for report in reports if report.tensors]
+
+
+def _part(name: str) -> str:
+    return next((part for part, pattern in PARTS if re.search(pattern, name)), "other")
+
+
+def _layers(model: CausalLM) -> dict[str, int]:
+    """Layers by kind of attention and by kind of feed-forward."""
+    specs = model.cache_specs()
+    experts = {int(found[1]) for name in model.weight_slots() if (found := re.search(r"layers\.(\d+)\..*experts\.", name))}
+    sparse = sum(spec.backend != "dense" for spec in specs)
+    return {
+        "layers": len(specs),
+        "dense attention": len(specs) - sparse,
+        "sparse attention": sparse,
+        "dense feed-forward": len(specs) - len(experts),
+        "MoE feed-forward": len(experts),
+    }
+
+
+def _cache_groups(model: CausalLM, dtype: torch.dtype) -> list[CacheGroupReport]:
+    specs = model.cache_specs()
+    reports = []
+    for group, backend in dict.fromkeys((spec.group, spec.backend) for spec in specs):
+        members = [spec for spec in specs if (spec.group, spec.backend) == (group, backend)]
+        size = sum(spec.bytes_per_token(dtype) for spec in members)
+        reports.append(CacheGroupReport(group, backend, len(members), size))
+    return reports
+
+
+def _absent(info: ModelInfo, match: _Match) -> list[str]:
+    """What config.json announces and the files do not hold."""
+    names = [tensor.name for reason, tensor in match.ignored if reason.startswith("MTP module")]
+    present = {found[1] for name in names if (found := re.search(r"layers\.(\d+)\.", name))}
+    declared = info.config.declared_mtp_modules
+    if len(present) == declared:
+        return []
+    return [f"config.json declares {declared} MTP modules, the files hold {len(present)}"]
+
+
+def _chat_template(folder: Path) -> str | None:
+    """The file that holds the chat template."""
+    if (folder / "chat_template.jinja").is_file():
+        return "chat_template.jinja"
+    try:
+        config = msgspec.json.decode((folder / "tokenizer_config.json").read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError):
+        return None
+    return "tokenizer_config.json" if config.get("chat_template") else None
