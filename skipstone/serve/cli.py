@@ -11,8 +11,10 @@ import sys
 import traceback
 from collections.abc import Sequence
 
+from skipstone.core.request import SamplingParams
 from skipstone.errors import ConfigError, SkipstoneError
 from skipstone.registry import Registry
+from skipstone.serve.cli_model import with_generation_config
 from skipstone.serve.cli_options import Command, Parser, resolve
 
 COMMANDS = Registry(
@@ -75,6 +77,6 @@ def _dispatch(arguments: list[str]) -> int:
         return 0
     settings = resolve(command, args, os.environ)
     if getattr(args, "print_config", False):
-        print(settings.describe())
+        print((with_generation_config(settings) if SamplingParams in command.options else settings).describe())
         return 0
     return command.run(args, settings)

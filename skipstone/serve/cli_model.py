@@ -36,3 +36,19 @@ def open_model(settings: Settings, quiet: bool) -> Iterator[tuple[LLM, Settings]
         yield llm, settings
     finally:
         llm.close()
+
+
+def with_generation_config(settings: Settings) -> Settings:
+    """The settings with the sampling defaults of the checkpoint they name, without loading it.
+
+    Raises CheckpointError for a folder or a file that cannot be read.
+    """
+    folder = locate(settings.engine_config().model)
+    path = folder / "generation_config.json"
+    if not path.exists():
+        return settings
+    from skipstone.llm import SAMPLING_KEYS
+    from skipstone.models.loader import read_json
+
+    generation = read_json(path, "it may be deleted")
+    return settings.with_checkpoint({key: generation[key] for key in SAMPLING_KEYS if generation.get(key) is not None})

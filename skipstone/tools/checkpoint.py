@@ -177,7 +177,8 @@ def _part(name: str) -> str:
 def _layers(model: CausalLM) -> dict[str, int]:
     """Layers by kind of attention and by kind of feed-forward."""
     specs = model.cache_specs()
-    experts = {int(found[1]) for name in model.weight_slots() if (found := re.search(r"layers\.(\d+)\..*experts\.", name))}
+    names = model.weight_slots()
+    experts = {found[1] for name in names if (found := re.search(r"layers\.(\d+)\..*experts\.", name))}
     sparse = sum(spec.backend != "dense" for spec in specs)
     return {
         "layers": len(specs),

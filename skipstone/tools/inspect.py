@@ -94,7 +94,8 @@ def _size(num_bytes: int) -> str:
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument_group("output").add_argument("--json", action="store_true", help="one JSON object, names in full")
+    group = parser.add_argument_group("output")
+    group.add_argument("--json", action="store_true", help="one JSON object, all names in full")
 
 
 COMMAND = Command(
