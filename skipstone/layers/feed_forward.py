@@ -7,7 +7,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from skipstone.kernels.reference.gemm import linear
 from skipstone.kernels.reference.moe import experts_forward, route
 from skipstone.layers.linear import Linear
 
@@ -29,11 +28,11 @@ class GatedMLP(nn.Module):
 
     def weight_slots(self, prefix: str) -> dict[str, Tensor]:
         """Checkpoint name -> the view it fills."""
-        gate, up = self.gate_up.weight.chunk(2)
+        gate, up = self.gate_up.hub_weight.chunk(2)
         return {
             f"{prefix}.gate_proj.weight": gate,
             f"{prefix}.up_proj.weight": up,
-            f"{prefix}.down_proj.weight": self.down.weight,
+            f"{prefix}.down_proj.weight": self.down.hub_weight,
         }
 
 
@@ -44,15 +43,14 @@ class Router(nn.Module):
         self, hidden: int, experts: int, top_k: int, scaling: float, exact: bool, groups: int = 1, kept_groups: int = 1
     ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(experts, hidden, dtype=torch.float32), requires_grad=False)
+        self.scores = Linear(hidden, experts, torch.float32, exact)
         self.bias = nn.Parameter(torch.zeros(experts, dtype=torch.float32), requires_grad=False)
-        self.top_k, self.scaling, self.exact = top_k, scaling, exact
+        self.top_k, self.scaling = top_k, scaling
         self.groups, self.kept_groups = groups, kept_groups
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[T, H] -> expert ids [T, top_k] int64, weights [T, top_k] float32."""
-        logits = linear(x.float(), self.weight, self.exact)
-        return route(logits, self.bias, self.top_k, self.scaling, self.groups, self.kept_groups)
+        return route(self.scores(x), self.bias, self.top_k, self.scaling, self.groups, self.kept_groups)
 
 
 class MixtureOfExperts(nn.Module):
@@ -70,15 +68,15 @@ class MixtureOfExperts(nn.Module):
     ) -> None:
         super().__init__()
         self.router = router
-        self.gate_up = nn.Parameter(torch.empty(experts, 2 * intermediate, hidden, dtype=dtype), requires_grad=False)
-        self.down = nn.Parameter(torch.empty(experts, hidden, intermediate, dtype=dtype), requires_grad=False)
+        self.gate_up = nn.Parameter(torch.empty(experts, hidden, 2 * intermediate, dtype=dtype), requires_grad=False)
+        self.down = nn.Parameter(torch.empty(experts, intermediate, hidden, dtype=dtype), requires_grad=False)
         self.shared = shared
         self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, H] -> [T, H]."""
         experts, weights = self.router(x)
-        out = experts_forward(x, experts, weights, self.gate_up, self.down, self.activation, self.router.exact)
+        out = experts_forward(x, experts, weights, self.gate_up, self.down, self.activation, self.router.scores.exact)
         if self.shared is not None:
             out = out + self.shared(x)
         return out.to(x.dtype)
@@ -87,8 +85,8 @@ class MixtureOfExperts(nn.Module):
         """Checkpoint name -> view for every routed expert, given the checkpoint's names of its three projections."""
         slots = {}
         for expert in range(self.gate_up.shape[0]):
-            gate_view, up_view = self.gate_up[expert].chunk(2)
+            gate_view, up_view = self.gate_up[expert].t().chunk(2)
             slots[f"{prefix}.{expert}.{gate}.weight"] = gate_view
             slots[f"{prefix}.{expert}.{up}.weight"] = up_view
-            slots[f"{prefix}.{expert}.{down}.weight"] = self.down[expert]
+            slots[f"{prefix}.{expert}.{down}.weight"] = self.down[expert].t()
         return slots

@@ -10,12 +10,20 @@ from skipstone.kernels.reference.pointwise import layer_norm, rms_norm
 
 
 class Linear(nn.Module):
-    """x [T, in] -> [T, out] without bias; rows are bit-independent of each other when `exact`."""
+    """x [T, in] -> [T, out] without bias; rows are bit-independent of each other when `exact`.
+
+    The weight is stored as [in, out], see `kernels.reference.gemm`; `hub_weight` is its view as checkpoints store it.
+    """
 
     def __init__(self, in_features: int, out_features: int, dtype: torch.dtype, exact: bool) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype), requires_grad=False)
+        self.weight = nn.Parameter(torch.empty(in_features, out_features, dtype=dtype), requires_grad=False)
         self.exact = exact
+
+    @property
+    def hub_weight(self) -> Tensor:
+        """[out, in], a view."""
+        return self.weight.t()
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, in] -> [T, out] in the weight's dtype."""

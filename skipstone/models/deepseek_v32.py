@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from skipstone.attention.backend import Backends, CacheRows, IndexQuery, SparseSettings
 from skipstone.core.batch import Batch
 from skipstone.core.kv_cache import CacheSpec, CacheTensorSpec, KVCache
-from skipstone.kernels.reference.gemm import bmm, linear
+from skipstone.kernels.reference.gemm import bmm
 from skipstone.kernels.reference.pointwise import Rotary, rotate, silu_mul
 from skipstone.layers.feed_forward import GatedMLP, MixtureOfExperts, Router
 from skipstone.layers.linear import LayerNorm, Linear, RMSNorm
@@ -154,15 +154,15 @@ class LightningIndexer(nn.Module):
 
     def __init__(self, config: DeepseekV32Config, exact: bool) -> None:
         super().__init__()
-        self.config, self.exact = config, exact
+        self.config = config
         self.k_norm = LayerNorm(config.index_dim, INDEX_NORM_EPS)
-        self.head_weights = empty_parameter(config.index_heads, config.hidden_size, dtype=torch.float32)
+        self.head_weights = Linear(config.hidden_size, config.index_heads, torch.float32, exact)
         self.weight_scale = config.index_heads**-0.5 * config.index_dim**-0.5
 
     def query(self, x: Tensor, projected_q: Tensor, rotary: Rotary) -> IndexQuery:
         """x [T, H], projected_q [T, HI * DI] -> rotated queries [T, HI, DI] and head weights [T, HI] float32."""
         q = rotate(projected_q.view(x.shape[0], -1, self.config.index_dim), rotary)
-        return IndexQuery(q, linear(x.float(), self.head_weights, self.exact) * self.weight_scale)
+        return IndexQuery(q, self.head_weights(x).mul_(self.weight_scale))
 
     def key(self, projected_k: Tensor, rotary: Rotary) -> Tensor:
         """projected_k [T, DI] -> the cached index key [T, 1, DI]."""
@@ -211,10 +211,10 @@ class Attention(nn.Module):
     def weight_slots(self, prefix: str) -> dict[str, Tensor]:
         """Checkpoint name -> the view it fills."""
         config = self.config
-        q_a, kv_a, index_k = self.in_proj.weight.split(
+        q_a, kv_a, index_k = self.in_proj.hub_weight.split(
             [config.q_rank, config.kv_rank + config.rope_dim, config.index_dim]
         )
-        q_b, index_q = self.q_up.weight.split(self.q_widths)
+        q_b, index_q = self.q_up.hub_weight.split(self.q_widths)
         return {
             f"{prefix}.q_a_proj.weight": q_a,
             f"{prefix}.q_a_layernorm.weight": self.q_norm.weight,
@@ -222,12 +222,12 @@ class Attention(nn.Module):
             f"{prefix}.kv_a_proj_with_mqa.weight": kv_a,
             f"{prefix}.kv_a_layernorm.weight": self.kv_norm.weight,
             f"{prefix}.kv_b_proj.weight": self.kv_up.flatten(0, 1),
-            f"{prefix}.o_proj.weight": self.o_proj.weight,
+            f"{prefix}.o_proj.weight": self.o_proj.hub_weight,
             f"{prefix}.indexer.wq_b.weight": index_q,
             f"{prefix}.indexer.wk.weight": index_k,
             f"{prefix}.indexer.k_norm.weight": self.indexer.k_norm.weight,
             f"{prefix}.indexer.k_norm.bias": self.indexer.k_norm.bias,
-            f"{prefix}.indexer.weights_proj.weight": self.indexer.head_weights,
+            f"{prefix}.indexer.weights_proj.weight": self.indexer.head_weights.hub_weight,
         }
 
 
@@ -271,7 +271,7 @@ class DecoderLayer(nn.Module):
         }
         if isinstance(self.ffn, GatedMLP):
             return slots | self.ffn.weight_slots(f"{prefix}.mlp")
-        slots[f"{prefix}.mlp.gate.weight"] = self.ffn.router.weight
+        slots[f"{prefix}.mlp.gate.weight"] = self.ffn.router.scores.hub_weight
         slots[f"{prefix}.mlp.gate.e_score_correction_bias"] = self.ffn.router.bias
         slots |= self.ffn.expert_slots(f"{prefix}.mlp.experts", "gate_proj", "up_proj", "down_proj")
         return slots | (self.ffn.shared.weight_slots(f"{prefix}.mlp.shared_experts") if self.ffn.shared else {})
@@ -312,7 +312,7 @@ class DeepseekV32(CausalLM):
 
     def weight_slots(self) -> dict[str, Tensor]:
         """Hub names."""
-        slots = {"model.embed_tokens.weight": self.embed, "model.norm.weight": self.norm.weight, "lm_head.weight": self.lm_head.weight}
+        slots = {"model.embed_tokens.weight": self.embed, "model.norm.weight": self.norm.weight, "lm_head.weight": self.lm_head.hub_weight}
         for i, layer in enumerate(self.layers):
             slots |= layer.weight_slots(f"model.layers.{i}")
         return slots

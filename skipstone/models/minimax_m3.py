@@ -190,8 +190,8 @@ class Attention(nn.Module):
         """Checkpoint name -> the view it fills."""
         config = self.config
         counts = [*self.head_counts, config.kv_heads]
-        rows = self.in_proj.weight.split([count * config.head_dim for count in counts])
-        slots = {f"{prefix}.o_proj.weight": self.o_proj.weight}
+        rows = self.in_proj.hub_weight.split([count * config.head_dim for count in counts])
+        slots = {f"{prefix}.o_proj.weight": self.o_proj.hub_weight}
         for i, name in enumerate(self.kinds):
             slots[f"{prefix}.{name}_proj.weight"] = rows[i]
             slots[f"{prefix}.{name}_norm.weight"] = self.norm.weight[i]
@@ -235,7 +235,7 @@ class DecoderLayer(nn.Module):
         if isinstance(self.ffn, GatedMLP):
             return slots | self.ffn.weight_slots(f"{prefix}.mlp")
         moe = f"{prefix}.block_sparse_moe"
-        slots[f"{moe}.gate.weight"] = self.ffn.router.weight
+        slots[f"{moe}.gate.weight"] = self.ffn.router.scores.hub_weight
         slots[f"{moe}.e_score_correction_bias"] = self.ffn.router.bias
         slots |= self.ffn.expert_slots(f"{moe}.experts", gate="w1", up="w3", down="w2")
         return slots | (self.ffn.shared.weight_slots(f"{moe}.shared_experts") if self.ffn.shared else {})
@@ -278,7 +278,7 @@ class MiniMaxM3(CausalLM):
 
     def weight_slots(self) -> dict[str, Tensor]:
         """Hub names of the released model, under `language_model.`; a text-only export may leave the prefix out."""
-        slots = {"model.embed_tokens.weight": self.embed, "model.norm.weight": self.norm.weight, "lm_head.weight": self.lm_head.weight}
+        slots = {"model.embed_tokens.weight": self.embed, "model.norm.weight": self.norm.weight, "lm_head.weight": self.lm_head.hub_weight}
         for i, layer in enumerate(self.layers):
             slots |= layer.weight_slots(f"model.layers.{i}")
         return {f"language_model.{name}": view for name, view in slots.items()}

@@ -53,7 +53,7 @@ def experts_forward(
 ) -> Tensor:
     """Weighted sum of each row's experts.
 
-    x [T, H], experts [T, K] int64, weights [T, K] float32, gate_up [E, 2I, H], down [E, H, I]. Returns [T, H] float32.
+    x [T, H], experts [T, K] int64, weights [T, K] float32, gate_up [E, H, 2I], down [E, I, H]. Returns [T, H] float32.
     """
     top_k = experts.shape[1]
     chosen = experts.flatten()
