@@ -1,4 +1,4 @@
-"""Who may import whom, how long files and functions may be: read from the sources, so that nothing hides in a branch."""
+"""Who may import whom, and how long files and functions may be: read from the sources, so no branch hides anything."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ BROKEN = {
     "core/batch.py": "from skipstone.kernels.reference import gemm",
     "core/plan.py": "def f():\n    import skipstone.runtime.engine",
     "core/request.py": "from ..models import base",
-    "kernels/gemm.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from skipstone.layers.linear import Linear",
+    "kernels/gemm.py": "if TYPE_CHECKING:\n    from skipstone.layers.linear import Linear",
     "layers/linear.py": "from skipstone.attention.backend import Backends",
     "attention/dense.py": "import skipstone.layers.linear",
     "attention/msa.py": "import triton",

@@ -1,0 +1,407 @@
+"""The command line from outside: results on stdout, one line for an error, exit codes, Ctrl-C."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import resource
+import select
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
+
+from skipstone.serve import cli
+from skipstone.serve.cli import COMMANDS
+
+ROOT = Path(__file__).resolve().parent.parent
+SKIPSTONE = [sys.executable, "-m", "skipstone"]
+LETTERS = [chr(32 + i) for i in range(95)] + ["\n"]
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+DEMO = ROOT / "checkpoints" / "demo"
+
+
+class Result(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+    def objects(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.out.splitlines()]
+
+
+@pytest.fixture(scope="session")
+def model(folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny MiniMax-M3 with a tokenizer of single characters, a chat template and a context of 20,000 tokens."""
+    copy = tmp_path_factory.mktemp("cli") / "tiny"
+    shutil.copytree(folder("m3"), copy)
+    tokenizer = Tokenizer(BPE(vocab={letter: i for i, letter in enumerate(LETTERS)}, merges=[]))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(copy / "tokenizer.json"))
+    (copy / "chat_template.jinja").write_text(TEMPLATE)
+    config = json.loads((copy / "config.json").read_text())
+    config["text_config"]["max_position_embeddings"] = 20_000
+    (copy / "config.json").write_text(json.dumps(config))
+    (copy / "generation_config.json").write_text('{"temperature": 0.5, "top_p": 0.9, "eos_token_id": 127}')
+    return copy
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """Run a command line inside this process."""
+
+    def call(*arguments: object, stdin: str = "") -> Result:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
+        code = cli.run([str(argument) for argument in arguments])
+        return Result(code, *capsys.readouterr())
+
+    return call
+
+
+def run_process(*arguments: object, **options: Any) -> Result:
+    """Run a command line as a user's shell would."""
+    command = [*SKIPSTONE, *map(str, arguments)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, **options)
+    return Result(done.returncode, done.stdout, done.stderr)
+
+
+class TestStart:
+    def test_help_is_fast_and_needs_no_torch(self) -> None:
+        script = "import sys; from skipstone.__main__ import main; main()"
+        times = []
+        for _ in range(3):
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            done = subprocess.run([sys.executable, "-c", script, "--help"], cwd=ROOT, capture_output=True, text=True)
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            times.append(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
+            assert done.returncode == 0
+            assert all(verb in done.stdout for verb in COMMANDS.entries)
+        assert min(times) < 0.3
+
+    @pytest.mark.parametrize("verb", COMMANDS.entries)
+    def test_help_of_a_verb_needs_no_torch(self, verb: str) -> None:
+        script = (
+            "import sys; from skipstone.serve.cli import run\n"
+            f"code = run(['{verb}', '--help'])\n"
+            "heavy = {'torch', 'numpy', 'tokenizers', 'jinja2', 'rich', 'yaml'} & set(sys.modules)\n"
+            "sys.exit(f'imported {heavy}' if heavy else code)"
+        )
+        done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert f"usage: skipstone {verb}" in done.stdout
+
+    def test_without_a_verb_the_overview_and_exit_code_2(self, run: Callable[..., Result]) -> None:
+        assert run().code == 2
+        assert run("version").out.startswith("skipstone ")
+        assert run("--version") == run("version")
+
+    def test_print_config_shows_values_and_origins(self, run: Callable[..., Result], model: Path) -> None:
+        out = run("generate", model, "--top-k", "5", "--print-config").out.splitlines()
+        rows = {line.split(":")[0]: line.split(" # ")[1] for line in out}
+        assert rows["top_k"] == "--top-k"
+        assert rows["top_p"] == "generation_config.json"
+        assert rows["seed"] == "default"
+
+
+def change(model: Path, target: Path, edit: Callable[[Path], object]) -> Path:
+    """A copy of a checkpoint with one thing wrong."""
+    shutil.copytree(model, target)
+    edit(target)
+    return target
+
+
+def edit_config(**keys: Any) -> Callable[[Path], object]:
+    """Change keys of text_config, or remove those that are None."""
+
+    def edit(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        for key, value in keys.items():
+            place = config if key == "architectures" else config["text_config"]
+            place[key] = value
+            if value is None:
+                del place[key]
+        (folder / "config.json").write_text(json.dumps(config))
+
+    return edit
+
+
+def truncate(folder: Path) -> None:
+    shard = sorted(folder.glob("*.safetensors"))[0]
+    os.truncate(shard, shard.stat().st_size - 100)
+
+
+def remove_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def remove_shard(folder: Path) -> None:
+    sorted(folder.glob("*.safetensors"))[1].unlink()
+
+
+BAD_CHECKPOINTS = {
+    "no config": (remove_config, ["has no config.json"]),
+    "unknown architecture": (edit_config(architectures=["QwenFoo"]), ["QwenFoo", "is not supported", "Known: "]),
+    "missing key": (edit_config(head_dim=None), ["head_dim", "is missing"]),
+    "absurd value": (edit_config(head_dim=-3), ["head_dim=-3", "must be a whole number of at least 1"]),
+    "missing shard": (remove_shard, [".safetensors", "missing"]),
+    "truncated shard": (truncate, [".safetensors", "truncated", "download it again"]),
+    "no JSON": (lambda folder: (folder / "config.json").write_text("{"), ["config.json", "not valid JSON"]),
+}
+BAD_REQUESTS = {
+    "no prompt": ([], ["no prompt given", "-p TEXT"]),
+    "empty prompt": (["-p", ""], ["-p: the prompt is empty"]),
+    "temperature": (["-p", "x", "--temperature", "-1"], ["temperature=-1.0", "between 0 (greedy) and 100"]),
+    "kind": (["-p", "x", "--top-k", "many"], ["top_k=many (from --top-k)", "whole number"]),
+    "engine option": (["-p", "x", "--max-num-seqs", "0"], ["max_num_seqs=0", "at least 1"]),
+    "stop id": (["-p", "x", "--stop-token-ids", "500"], ["stop_token_ids contains token id 500", "0 to 127"]),
+    "file": (["-f", "absent.txt"], ["-f absent.txt cannot be read", "No such file"]),
+    "suffix": (["-f", "prompts.csv"], ["prompts.csv", ".txt", ".jsonl"]),
+    "target": (["-p", "x", "--json", "/nowhere/out.jsonl"], ["--json /nowhere/out.jsonl", "does not exist"]),
+    "context": (["-p", "x", "--max-model-len", "1M"], ["max_model_len=1048576", "lower it"]),
+}
+
+
+class TestErrors:
+    """Exit code 2 and one line: the field, its value, the way out."""
+
+    def check(self, result: Result, words: list[str]) -> None:
+        assert result.code == 2
+        assert result.out == ""
+        lines = [line for line in result.err.splitlines() if not line.startswith("loading ")]
+        assert len(lines) == 1 and lines[0].startswith("error: "), result.err
+        assert all(word in lines[0] for word in words), lines[0]
+
+    @pytest.mark.parametrize("name", BAD_CHECKPOINTS)
+    @pytest.mark.parametrize("verb", ["generate", "inspect"])
+    def test_checkpoint(self, run: Callable[..., Result], model: Path, tmp_path: Path, name: str, verb: str) -> None:
+        edit, words = BAD_CHECKPOINTS[name]
+        arguments = ["-p", "x"] if verb == "generate" else []
+        self.check(run(verb, change(model, tmp_path / "broken", edit), *arguments), words)
+
+    @pytest.mark.parametrize("name", BAD_REQUESTS)
+    def test_request(self, run: Callable[..., Result], model: Path, name: str) -> None:
+        arguments, words = BAD_REQUESTS[name]
+        self.check(run("generate", model, *arguments), words)
+
+    def test_truncated_shard_gives_expected_and_actual_bytes(
+        self, run: Callable[..., Result], model: Path, tmp_path: Path
+    ) -> None:
+        broken = change(model, tmp_path / "broken", truncate)
+        shard = sorted(broken.glob("*.safetensors"))[0]
+        actual = shard.stat().st_size
+        assert f"{shard} is truncated" in (err := run("inspect", broken).err)
+        assert f"describes {actual + 100} bytes, the file has {actual}" in err
+
+    @pytest.mark.parametrize(
+        ("line", "words"),
+        [
+            ('{"prompt": "a", "temperature": "hot"}', ["temperature=hot", "a number"]),
+            ('{"prompt": "a", "temperature": -1}', ["temperature=-1", "between 0"]),
+            ('{"prompt": "a", "max_token": 3}', ["no field 'max_token'", "did you mean max_tokens?"]),
+            ('{"prompt": "a", "messages": []}', ["exactly one of", "prompt and messages"]),
+            ('{"temperature": 1}', ["exactly one of", "none of them"]),
+            ('{"prompt": 3}', ["prompt=3", "must be text"]),
+            ('{"prompt_token_ids": [1, 500]}', ["prompt_token_ids contains 500", "0 to 127"]),
+            ('{"prompt_token_ids": ["a"]}', ["prompt_token_ids=['a']", "a list of token ids"]),
+            ('{"prompt_token_ids": []}', ["the prompt is empty"]),
+            ('{"prompt": ', ["not a JSON object"]),
+            ("[1]", ["not a JSON object"]),
+        ],
+    )
+    def test_a_bad_line_is_named(
+        self, run: Callable[..., Result], model: Path, tmp_path: Path, line: str, words: list[str]
+    ) -> None:
+        file = tmp_path / "prompts.jsonl"
+        file.write_text('{"prompt": "fine"}\n\n' + line + "\n")
+        result = run("generate", model, "-f", file)
+        self.check(result, [f"{file}:3", *words])
+        assert "loading" not in result.err
+
+    def test_from_a_shell_there_is_no_traceback_unless_asked(self, tmp_path: Path) -> None:
+        (tmp_path / "options.yaml").write_text("max_num_seq: 3\n")
+        arguments = ["generate", "demo", "-p", "x", "--config", tmp_path / "options.yaml"]
+        self.check(run_process(*arguments), ["no option 'max_num_seq'", "options.yaml", "did you mean max_num_seqs?"])
+        shown = run_process(*arguments, "--traceback")
+        assert shown.code == 2
+        assert "Traceback" in shown.err and shown.err.splitlines()[-1].startswith("error: no option")
+
+    def test_an_unknown_model_and_an_unknown_verb(self, tmp_path: Path) -> None:
+        self.check(run_process("generate", tmp_path / "no", "-p", "x"), ["neither a folder", "demo, demo-dsa"])
+        self.check(run_process("generat"), ["no command 'generat'; did you mean generate?"])
+        environment = os.environ | {"SKIPSTONE_MAX_NUM_SEQ": "2"}
+        self.check(run_process("inspect", "demo", env=environment), ["did you mean SKIPSTONE_MAX_NUM_SEQS?"])
+
+
+class TestGenerate:
+    def test_text_alone_goes_to_stdout(self, run: Callable[..., Result], model: Path) -> None:
+        result = run("generate", model, "-p", "abc", "--max-tokens", "4", "--seed", "1", "--ignore-eos")
+        assert result.code == 0
+        assert len(result.out) <= 5 and result.out.endswith("\n")
+        assert "sampling: temperature=0.5 (generation_config.json), top_p=0.9 (generation_config.json)" in result.err
+        assert "max_tokens=4 (--max-tokens)" in result.err
+        assert "finish_reason length" in result.err
+
+    def test_quiet_is_quiet(self, run: Callable[..., Result], model: Path) -> None:
+        assert run("generate", model, "-p", "abc", "--max-tokens", "4", "-q").err == ""
+
+    def test_every_source_of_prompts(self, run: Callable[..., Result], model: Path, tmp_path: Path) -> None:
+        (tmp_path / "a.txt").write_text("one\n\ntwo\r\n")
+        lines = [
+            {"prompt": "three", "id": "mine", "max_tokens": 2, "logprobs": 1},
+            {"prompt_token_ids": [5, 6, 7], "temperature": 0},
+            {"messages": [{"role": "user", "content": "four"}], "seed": 4},
+        ]
+        (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        files = ["-f", tmp_path / "a.txt", "-f", tmp_path / "b.jsonl"]
+        common = ["--max-tokens", "3", "--ignore-eos", "--json", "-"]
+        result = run("generate", model, "-p", "zero", *files, "-", *common, stdin="five\nlines")
+        assert result.code == 0, result.err
+        found = result.objects()
+        assert [item["id"] for item in found] == ["0", "1", "2", "mine", "4", "5", "6"]
+        prompts = ["zero", "one", "two", "three", [5, 6, 7], lines[2]["messages"], "five\nlines"]
+        assert [item["prompt"] for item in found] == prompts
+        assert [item["output_tokens"] for item in found] == [3, 3, 3, 2, 3, 3, 3]
+        assert [item["prompt_tokens"] for item in found] == [4, 3, 3, 5, 3, len("u:four\na:"), 10]
+        assert all(item["finish_reason"] == "length" for item in found)
+        assert [len(item.get("logprobs", [])) for item in found] == [0, 0, 0, 2, 0, 0, 0]
+        assert len(found[3]["logprobs"][0]["top_ids"]) == 1
+
+    def test_json_file_and_several_choices(self, run: Callable[..., Result], model: Path, tmp_path: Path) -> None:
+        target = tmp_path / "out.jsonl"
+        result = run("generate", model, "-p", "a", "--n", "3", "--max-tokens", "2", "--json", target, "--stats")
+        assert (result.code, result.out) == (0, "")
+        found = [json.loads(line) for line in target.read_text().splitlines()]
+        assert [(item["id"], item["index"]) for item in found] == [("0", 0), ("0", 1), ("0", 2)]
+        for row in ("prompt tokens: ", "output tokens: ", "steps: ", "preemptions: 0", "cache blocks in use: 0 of "):
+            assert row in result.err
+
+    def test_several_answers_have_headings(self, run: Callable[..., Result], model: Path) -> None:
+        out = run("generate", model, "-p", "abc", "-p", "def", "--max-tokens", "2").out
+        assert out.count("== ") == 2 and "== 1: def\n" in out
+
+    def test_the_same_seed_gives_the_same_text(self, run: Callable[..., Result], model: Path) -> None:
+        arguments = ["generate", model, "-p", "abc", "--max-tokens", "8", "--seed", "7", "--json", "-"]
+        assert run(*arguments).out == run(*arguments).out
+
+    @pytest.mark.skipif(not any(DEMO.glob("*.safetensors")), reason="the demo checkpoint's weights are not here")
+    def test_the_demo(self) -> None:
+        result = run_process("generate", "demo", "-p", "The history of", "--max-tokens", "8", "--seed", "1")
+        assert result.code == 0
+        assert result.out.strip() and "MiniMaxM3" in result.err
+
+    def test_a_reader_that_leaves_early_is_no_error(self, model: Path) -> None:
+        arguments = [str(model), "-p", "a", "--max-tokens", "2", "--json", "-", "-q"]
+        program = subprocess.Popen([*SKIPSTONE, "generate", *arguments], cwd=ROOT, stdout=-1, stderr=-1)
+        assert program.stdout and program.stderr
+        program.stdout.close()
+        assert program.stderr.read() == b""
+        assert program.wait(60) == 141
+
+
+class TestChat:
+    def test_turns_and_commands_over_a_pipe(self, run: Callable[..., Result], model: Path) -> None:
+        lines = "hello\n\n/help\n/what\nagain\n/reset\nhello\n/exit\nnever\n"
+        result = run("chat", model, "--max-tokens", "5", "--temperature", "0", "--ignore-eos", stdin=lines)
+        assert result.code == 0
+        answers = result.out
+        assert "Ctrl-C stops an answer" in result.err and "no command /what" in result.err
+        again = run("chat", model, "--max-tokens", "5", "--temperature", "0", "--ignore-eos", stdin="hello\n")
+        assert answers.startswith(again.out) and answers.endswith(again.out)
+        assert len(answers) >= len(again.out) * 2
+
+    def test_the_conversation_is_remembered(self, run: Callable[..., Result], model: Path) -> None:
+        both = run("chat", model, "--system", "s", "--max-tokens", "4", stdin="hello\nworld\n")
+        assert both.code == 0 and both.out.count("\n") >= 2
+
+    def test_a_turn_that_does_not_fit_is_undone(self, run: Callable[..., Result], model: Path) -> None:
+        arguments = ["--max-tokens", "3", "--max-model-len", "64"]
+        result = run("chat", model, *arguments, stdin="x" * 100 + "\nhi\n")
+        assert result.code == 0
+        assert "error: the prompt has" in result.err and result.out.count("\n") >= 1
+
+    def test_many_choices_are_refused(self, run: Callable[..., Result], model: Path) -> None:
+        result = run("chat", model, "--n", "2")
+        assert result.code == 2 and "n=2 has no meaning in a conversation" in result.err
+
+    def test_without_a_tokenizer(self, run: Callable[..., Result], folder: Callable[[str], Path]) -> None:
+        result = run("chat", folder("m3"))
+        assert result.code == 2 and "has no tokenizer.json" in result.err
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Start a command line with pipes; killed at the end if it still runs."""
+    programs = []
+
+    def call(*arguments: object, **options: Any) -> subprocess.Popen[str]:
+        command = [*SKIPSTONE, *map(str, arguments)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
+        programs.append(subprocess.Popen(command, cwd=ROOT, text=True, bufsize=0, **pipes))
+        return programs[-1]
+
+    yield call
+    for program in programs:
+        if program.poll() is None:
+            program.kill()
+            program.wait()
+
+
+class TestInterrupt:
+    def wait_for(self, stream: Any, text: str) -> str:
+        seen = ""
+        while text not in seen:
+            line = stream.readline()
+            assert line, f"ended before {text!r}: {seen}"
+            seen += line
+        return seen
+
+    def test_generate_ends_with_130(self, start: Callable[..., subprocess.Popen[str]], model: Path) -> None:
+        program = start("generate", model, "-p", "abc", "--ignore-eos", "--max-tokens", "19000")
+        self.wait_for(program.stderr, "sampling: ")
+        program.send_signal(signal.SIGINT)
+        out, err = program.communicate(timeout=60)
+        assert program.returncode == 130
+        assert err.strip() == "interrupted" and out == ""
+
+    def test_chat_stops_the_answer_then_ends(self, start: Callable[..., subprocess.Popen[str]], model: Path) -> None:
+        program = start("chat", model, "--ignore-eos", "--max-tokens", "19000")
+        self.wait_for(program.stderr, "sampling: ")
+        for _ in range(2):  # the first answer is stopped and the program goes on
+            program.stdin.write("hello\n")
+            program.stdin.flush()
+            assert program.stdout.read(1)
+            program.send_signal(signal.SIGINT)
+            while select.select([program.stdout], [], [], 1.0)[0]:
+                assert os.read(program.stdout.fileno(), 65536)
+        program.send_signal(signal.SIGINT)  # the second in a row, while it waits for a line
+        assert program.wait(60) == 130
+        assert program.stderr.read().split() == ["interrupted"]
+
+
+def test_a_terminal_gets_a_table_and_a_stream(model: Path) -> None:
+    ours, theirs = pty.openpty()
+    arguments = ["generate", str(model), "-p", "abc", "--max-tokens", "5", "--ignore-eos", "--temperature", "0"]
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "120"}
+    program = subprocess.Popen([*SKIPSTONE, *arguments], cwd=ROOT, stdout=theirs, stderr=theirs, env=environment)
+    os.close(theirs)
+    seen = b""
+    try:
+        while chunk := os.read(ours, 65536):
+            seen += chunk
+    except OSError:  # how Linux reports that the other side of a terminal has closed
+        pass
+    assert program.wait(60) == 0
+    shown = seen.decode()
+    assert "│ model" in shown and "sampling: temperature=0.0 (--temperature)" in shown

@@ -1,0 +1,195 @@
+"""Options: what is allowed, what the messages say, and which source of a value wins."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skipstone.config import EngineConfig, make_config, options_of, read_integer
+from skipstone.core.request import SamplingParams
+from skipstone.errors import ConfigError
+from skipstone.serve.cli import load_command
+from skipstone.serve.cli_options import SAMPLING_HELP, Parser, Settings, resolve
+
+
+def settings(*arguments: str, environ: dict[str, str] | None = None, verb: str = "generate") -> Settings:
+    command = load_command(verb)
+    return resolve(command, Parser(verb, command).parse(arguments), environ or {})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_num_seq": 4}, "no option 'max_num_seq'; did you mean max_num_seqs?"),
+        ({"max_num_seqs": 0}, "max_num_seqs=0 must be a whole number of at least 1"),
+        ({"max_num_seqs": 1.5}, "max_num_seqs=1.5 must be a whole number of at least 1"),
+        ({"max_num_seqs": True}, "max_num_seqs=True must be a whole number of at least 1"),
+        ({"max_num_seqs": None}, "max_num_seqs=None must be a whole number of at least 1"),
+        ({"exact": "maybe"}, "exact='maybe' must be true or false"),
+        ({"dtype": "float64"}, "dtype='float64' must be one of auto, bfloat16, float32"),
+        ({"cache_memory_gb": math.nan}, "cache_memory_gb=nan must be a number above 0 or none"),
+        ({"cache_memory_gb": -1}, "cache_memory_gb=-1 must be a number above 0 or none"),
+        ({"model": 3}, "model=3 must be text"),
+    ],
+)
+def test_a_bad_option_is_named_with_what_is_allowed(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_config(**{"model": "demo"} | options)
+    assert str(caught.value) == message
+
+
+def test_an_unknown_option_without_a_near_one_lists_all() -> None:
+    with pytest.raises(ConfigError, match=r"no option 'zzzzzz'; known: model, dtype, .*num_threads"):
+        make_config(model="demo", zzzzzz=1)
+
+
+def test_the_model_is_required() -> None:
+    with pytest.raises(ConfigError, match="model is missing"):
+        make_config(max_num_seqs=3)
+
+
+def test_paths_and_whole_values_pass() -> None:
+    config = make_config(model=Path("/a"), max_num_seqs=3, cache_memory_gb=2)
+    assert (config.model, config.max_num_seqs, config.cache_memory_gb) == ("/a", 3, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("12", 12), ("1k", 1000), ("2M", 2 * 2**20), ("8K", 8192), ("1.5k", 1500), ("-1", -1), ("1_000", 1000)],
+)
+def test_integers_with_suffixes(text: str, value: int) -> None:
+    assert read_integer(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "k", "1.5", "1.0001k", "12x", "infk", "nan", "0x10"])
+def test_text_that_is_no_integer(text: str) -> None:
+    with pytest.raises(ValueError):
+        read_integer(text)
+
+
+@pytest.mark.parametrize("name", options_of(EngineConfig))
+def test_every_engine_option_has_flag_variable_key_and_help(name: str, tmp_path: Path) -> None:
+    option = options_of(EngineConfig)[name]
+    example = {"flag": "false", "integer": "64", "number": "2.5", "choice": "auto", "text": "there"}[option.kind]
+    value = option.check(example, "test")
+    assert option.help
+    by_flag = [f"--no-{name.replace('_', '-')}"] if option.kind == "flag" else [option.flag, example]
+    assert settings(*by_flag).values[name] == value
+    assert settings(*[argument.replace("-", "_").replace("__", "--", 1) for argument in by_flag]).values[name] == value
+    assert settings(environ={option.variable: example}).values[name] == value
+    file = tmp_path / "options.yaml"
+    file.write_text(f"{name}: {example}\n")
+    assert settings("--config", str(file)).values[name] == value
+
+
+def test_every_sampling_field_has_help() -> None:
+    assert list(SAMPLING_HELP) == list(options_of(SamplingParams))
+
+
+def test_flag_beats_variable_beats_file_beats_checkpoint_beats_default(tmp_path: Path) -> None:
+    file = tmp_path / "options.yaml"
+    file.write_text("top-k: 1\nmax_num_seqs: 1\nseed: 1\n")
+    environ = {"SKIPSTONE_TOP_K": "2", "SKIPSTONE_SEED": "2"}
+    found = settings("demo", "--config", str(file), "--top-k", "3", environ=environ)
+    found = found.with_checkpoint({"top_k": 9, "top_p": 0.9, "temperature": 0.5})
+    chosen = {name: (found.values[name], found.sources[name]) for name in ("model", "top_k", "seed", "max_num_seqs")}
+    assert chosen == {
+        "model": ("demo", "command line"),
+        "top_k": (3, "--top-k"),
+        "seed": (2, "SKIPSTONE_SEED"),
+        "max_num_seqs": (1, str(file)),
+    }
+    assert (found.values["top_p"], found.sources["top_p"]) == (0.9, "generation_config.json")
+    assert (found.values["min_p"], found.sources["min_p"]) == (0.0, "default")
+    assert (found.values["max_tokens"], found.sources["max_tokens"]) == (256, "default of this command")
+
+
+def test_repeated_flags_add_up() -> None:
+    found = settings(
+        *("--stop", "a,b", "--stop", "c", "--stop-token-ids", "1,2", "--stop-token-ids", "3"),
+        *("--logit-bias", "5=-1.5", "--logit-bias", "6=2,7=-inf", "--top-k", "-1", "--max-tokens", "none"),
+    ).sampling_params()
+    assert found.stop == ["a,b", "c"]
+    assert found.stop_token_ids == [1, 2, 3]
+    assert found.logit_bias == {5: -1.5, 6: 2.0, 7: -math.inf}
+    assert (found.top_k, found.max_tokens) == (-1, None)
+
+
+def test_what_print_config_prints_is_a_config_file(tmp_path: Path) -> None:
+    first = settings("demo", "--top-k", "5", "--no-exact", "--stop", 'a"b: #', "--logit-bias", "5=1")
+    file = tmp_path / "options.yaml"
+    file.write_text(first.describe())
+    assert settings("--config", str(file)).values == first.values
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("max_num_seq: 3", r"no option 'max_num_seq' \(from .*yaml\); did you mean max_num_seqs\?"),
+        ("max_num_seqs: zero", r"max_num_seqs=zero \(from .*yaml\) must be a whole number of at least 1"),
+        ("max_num_seqs: [1]", r"max_num_seqs=\[1\] \(from .*yaml\) must be a whole number"),
+        ("- a\n- b", "must map option names to values"),
+        ("a: b: c", "is not valid YAML"),
+        ("top-k: 1\ntop_k: 2", "sets top_k twice"),
+    ],
+)
+def test_bad_config_files(tmp_path: Path, content: str, message: str) -> None:
+    file = tmp_path / "options.yaml"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        settings("--config", str(file))
+
+
+def test_an_empty_config_file_sets_nothing(tmp_path: Path) -> None:
+    (tmp_path / "empty.yaml").write_text("# nothing\n")
+    assert settings("--config", str(tmp_path / "empty.yaml")).values == settings().values
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"SKIPSTONE_MAX_NUM_SEQ": "3"}, "no environment variable 'SKIPSTONE_MAX_NUM_SEQ'; did you mean SKIPSTONE_"),
+        ({"SKIPSTONE_EXACT": "perhaps"}, r"exact=perhaps \(from SKIPSTONE_EXACT\) must be true or false"),
+    ],
+)
+def test_bad_variables(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        settings(environ=environ)
+
+
+def test_a_variable_for_another_verb_is_no_error() -> None:
+    assert "temperature" not in settings(verb="inspect", environ={"SKIPSTONE_TEMPERATURE": "1"}).values
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--max-num-seq", "4"], "no option '--max-num-seq'; did you mean --max-num-seqs?"),
+        (["--zzzz"], "no option '--zzzz'; see skipstone generate --help"),
+        (["demo", "words"], "unexpected argument 'words'; usage: skipstone generate MODEL"),
+        (["demo", "--model", "other"], "two models: demo and --model other; keep one"),
+        (["--logit-bias", "five"], "logit_bias=five (from --logit-bias) must be a map"),
+        (["--top-k"], "argument --top-k: expected one argument; see skipstone generate --help"),
+        (["--config", "/nonexistent.yaml"], "--config /nonexistent.yaml cannot be read: No such file"),
+    ],
+)
+def test_bad_command_lines(arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        settings(*arguments)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("arguments", ["demo -", "- demo", "demo -p x -", "--model demo -"])
+def test_a_dash_stands_for_standard_input(arguments: str) -> None:
+    command = load_command("generate")
+    args = Parser("generate", command).parse(arguments.split())
+    assert args.stdin
+    assert resolve(command, args, {}).values["model"] == "demo"
+
+
+def test_a_checkpoint_default_that_is_no_number_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"temperature=hot \(from generation_config.json\) must be a number"):
+        settings().with_checkpoint({"temperature": "hot"})
