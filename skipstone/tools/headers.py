@@ -15,6 +15,7 @@ from skipstone.errors import CheckpointError
 
 LENGTH_BYTES = 8
 LARGEST_HEADER = 100_000_000
+GIT_LFS_POINTER = b"version https://git-lfs"
 BITS = {"BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4} | {
     f"{kind}{size}": size for kind in ("I", "U", "F") for size in (16, 32, 64)
 }
@@ -77,6 +78,8 @@ def _read_raw(file: Path) -> tuple[dict[str, Any], int]:
             text = stream.read(min(length, LARGEST_HEADER))
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror}") from None
+    if prefix == GIT_LFS_POINTER[:LENGTH_BYTES]:
+        raise CheckpointError(f"{file} is a Git LFS pointer, not the weights; run git lfs pull in its repository")
     if len(prefix) < LENGTH_BYTES or (len(text) < length <= LARGEST_HEADER):
         raise CheckpointError(
             f"{file} is truncated: its header alone needs {LENGTH_BYTES + length if prefix else LENGTH_BYTES} bytes, "
