@@ -52,7 +52,7 @@ class LLM:
         """What was chosen at start-up and why, a row each."""
         caches, config = self.engine.caches, self.config
         layers = ", ".join(f"{count} {group}" for group, count in self._layer_kinds().items())
-        tokens = (caches.num_blocks - 1) * caches.block_size
+        tokens = self.engine.pool.num_ownable * caches.block_size
         return [
             ("model", f"{self.info.architecture} from {self.folder.name}"),
             ("layers", layers),
@@ -116,7 +116,7 @@ class LLM:
             "seconds": engine.seconds,
             "prefix_hit_tokens": scheduler.prefix_hit_tokens,
             "preemptions": scheduler.preemptions,
-            "cache_blocks_total": self.engine.pool.num_blocks - 1,
+            "cache_blocks_total": self.engine.pool.num_ownable,
             "cache_blocks_used": self.engine.pool.num_used,
         }
 

@@ -11,6 +11,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+SPARE_BLOCK = 0  # padding rows write here; never read
+ZERO_BLOCK = 1  # all zeros, never written; read in place of a block that a request does not have
+FIRST_BLOCK = 2  # the first block that requests can own
 PAD = -1  # the one sentinel of device tensors: no slot, no selected key, no token. Never reaches a gather.
 
 
@@ -32,7 +35,7 @@ class Batch:
     input_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64, absolute position of each row
     seq_lens: Tensor  # [R] int64, keys visible to the last row of each request
-    slot_block: Tensor  # [T] int64, the block that takes each row's keys; 0, the spare block, for padding rows
+    slot_block: Tensor  # [T] int64, the block that takes each row's keys; SPARE_BLOCK for padding rows
     slot_offset: Tensor  # [T] int64, the row's place in that block
     row_block_table: Tensor  # [T, max_blocks] int64, the block table of each row's request
     logits_indices: Tensor  # [L] int64

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from skipstone.core.batch import FIRST_BLOCK
+
 
 @dataclass(frozen=True)
 class CacheTensorSpec:
@@ -36,7 +38,7 @@ class CacheSpec:
 
 
 class KVCache:
-    """The tensors of all layers. Block 0 is a spare that padding rows may write to; requests never own it."""
+    """The tensors of all layers, zero at first; the first two blocks have special roles, see `core.batch`."""
 
     def __init__(self, specs: list[CacheSpec], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device):
         self.block_size = block_size
@@ -53,7 +55,7 @@ class KVCache:
         return self.layers[layer][name]
 
     def fill(self, value: float) -> None:
-        """Overwrite every cached value; tests poison unwritten slots with NaN this way."""
+        """Overwrite every block that requests can own; tests poison unwritten slots with NaN this way."""
         for tensors in self.layers.values():
             for tensor in tensors.values():
-                tensor.fill_(value)
+                tensor[FIRST_BLOCK:].fill_(value)

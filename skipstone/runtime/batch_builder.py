@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from skipstone.core.batch import Batch, Penalties, SamplingRows, Span, TokenValues
+from skipstone.core.batch import ZERO_BLOCK, Batch, Penalties, SamplingRows, Span, TokenValues
 from skipstone.core.plan import ScheduledRequest, StepPlan
 
 
@@ -38,7 +38,7 @@ def build_rows(plan: StepPlan, block_size: int) -> StepRows:
     input_ids = np.concatenate([_input_ids(item) for item in items])
     positions = np.concatenate([np.arange(item.start, item.start + item.query_len) for item in items])
     max_seq_len = int(seq_lens.max())
-    table = np.zeros((len(items), -(-max_seq_len // block_size)), dtype=np.int64)
+    table = np.full((len(items), -(-max_seq_len // block_size)), ZERO_BLOCK, dtype=np.int64)
     for i, item in enumerate(items):
         blocks = item.request.block_ids[: -(-int(seq_lens[i]) // block_size)]
         table[i, : len(blocks)] = blocks

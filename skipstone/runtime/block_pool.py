@@ -11,6 +11,8 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable
 
+from skipstone.core.batch import FIRST_BLOCK
+
 
 class BlockAccountingError(RuntimeError):
     """The pool's books do not balance: a bug of ours."""
@@ -22,15 +24,20 @@ def hash_block(parent: bytes, token_ids: list[int]) -> bytes:
 
 
 class BlockPool:
-    """Blocks 1 to num_blocks - 1; block 0 is the spare that padding rows write to."""
+    """Blocks FIRST_BLOCK to num_blocks - 1; those before have special roles, see `core.batch`."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._free: OrderedDict[int, None] = OrderedDict((block, None) for block in range(1, num_blocks))
+        self._free: OrderedDict[int, None] = OrderedDict((block, None) for block in range(FIRST_BLOCK, num_blocks))
         self._owners = [0] * num_blocks
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
+
+    @property
+    def num_ownable(self) -> int:
+        """Blocks that requests can own."""
+        return self.num_blocks - FIRST_BLOCK
 
     @property
     def num_free(self) -> int:
@@ -40,7 +47,7 @@ class BlockPool:
     @property
     def num_used(self) -> int:
         """Blocks owned by at least one request."""
-        return self.num_blocks - 1 - len(self._free)
+        return self.num_ownable - len(self._free)
 
     def allocate(self, count: int) -> list[int] | None:
         """`count` blocks with one owner each, or None when there are not as many."""
@@ -97,7 +104,7 @@ class BlockPool:
         if expected != self._owners:
             wrong = [b for b in range(self.num_blocks) if expected[b] != self._owners[b]]
             raise BlockAccountingError(f"owners of blocks {wrong[:8]} do not match the requests")
-        free = {block for block in range(1, self.num_blocks) if self._owners[block] == 0}
+        free = {block for block in range(FIRST_BLOCK, self.num_blocks) if self._owners[block] == 0}
         if free != set(self._free):
             raise BlockAccountingError("the free list does not match the owners")
         if any(self._block_of.get(known) != block for block, known in self._hash_of.items()):

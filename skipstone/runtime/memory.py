@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from skipstone.config import EngineConfig
+from skipstone.core.batch import FIRST_BLOCK
 from skipstone.core.kv_cache import CacheSpec
 from skipstone.errors import ConfigError
 from skipstone.models.base import ModelConfig
@@ -22,7 +23,7 @@ class CachePlan:
     """Resolved sizes, each with its reason for the start-up card."""
 
     block_size: int
-    num_blocks: int  # with the spare block 0
+    num_blocks: int  # with the blocks of special roles
     max_model_len: int
     bytes_per_token: int
     reason: str
@@ -72,4 +73,4 @@ def plan_caches(config: EngineConfig, model: ModelConfig, specs: list[CacheSpec]
         longest = blocks * block_size
     if longest < 1:
         raise ConfigError(f"no cache block of {block_size} tokens fits ({reason}); raise --cache-memory-gb")
-    return CachePlan(block_size, blocks + 1, longest, per_token, reason)
+    return CachePlan(block_size, blocks + FIRST_BLOCK, longest, per_token, reason)

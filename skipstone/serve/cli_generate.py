@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from typing import TYPE_CHECKING
 
 from skipstone.config import EngineConfig
@@ -42,16 +43,17 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     check_sampling(prompts, params, read_vocab_size(folder))
     with open_model(settings, args.quiet) as (llm, resolved):
         params = [resolved.sampling_params(prompt.overrides) for prompt in prompts]
+        inputs = [_encoded(llm, prompt) for prompt in prompts]
         streams = len(prompts) == 1 and params[0].n == 1 and args.json is None and sys.stdout.isatty()
         if streams:
-            outputs = [_stream(llm, prompts[0], params[0])]
+            outputs = [_stream(llm, inputs[0], params[0])]
         else:
-            inputs = [_encoded(llm, prompt) for prompt in prompts]
-            outputs = llm.generate(inputs, params, progress=not args.quiet and sys.stderr.isatty())
+            with redirect_stdout(sys.stderr):  # a progress bar is no result
+                outputs = llm.generate(inputs, params, progress=not args.quiet and sys.stderr.isatty())
         if args.json is not None:
             _write_json(args.json, prompts, outputs)
         elif not streams:
-            write_texts(outputs, [prompt.request_id for prompt in prompts])
+            write_texts(outputs, prompts)
         sys.stdout.flush()
         remark = cut_short(outputs)
         if remark and not args.quiet:
@@ -61,24 +63,32 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     return 0
 
 
-def _encoded(llm: LLM, prompt: Prompt) -> str | list[int]:
-    """What `LLM.generate` takes. Raises RequestError for a chat that the model's template refuses."""
-    if prompt.text is not None:
-        return prompt.text
-    if prompt.token_ids is not None:
-        return prompt.token_ids
-    if llm.tokenizer is None:
-        raise RequestError(f"{prompt.source}: the model has no tokenizer.json, so messages cannot be encoded")
-    try:
-        return llm.tokenizer.encode_chat(prompt.messages or [])
-    except RequestError as error:
-        raise RequestError(f"{prompt.source}: {error}") from None
+def _encoded(llm: LLM, prompt: Prompt) -> list[int]:
+    """The prompt's token ids. Raises RequestError naming its line when it does not fit or cannot be encoded."""
+    token_ids = prompt.token_ids
+    if token_ids is None:
+        if llm.tokenizer is None:
+            raise RequestError(
+                f"{prompt.source}: the model has no tokenizer.json; give prompt_token_ids in a .jsonl file"
+            )
+        try:
+            encoded = llm.tokenizer.encode_chat(prompt.messages) if prompt.messages else None
+            token_ids = encoded or llm.tokenizer.encode(prompt.text or "")
+        except RequestError as error:
+            raise RequestError(f"{prompt.source}: {error}") from None
+    limit = llm.engine.caches.max_model_len
+    if len(token_ids) >= limit:
+        raise RequestError(
+            f"{prompt.source}: the prompt has {len(token_ids)} tokens, but prompt and output together must fit "
+            f"max_model_len={limit}; shorten it or raise --max-model-len"
+        )
+    return token_ids
 
 
-def _stream(llm: LLM, prompt: Prompt, params: SamplingParams) -> RequestOutput:
+def _stream(llm: LLM, token_ids: list[int], params: SamplingParams) -> RequestOutput:
     """Print the text as it becomes certain; return the finished output."""
     output: RequestOutput | None = None
-    for event in llm.stream(_encoded(llm, prompt), params):
+    for event in llm.stream(token_ids, params):
         print(event.text, end="", flush=True)
         output = event.output
     print()

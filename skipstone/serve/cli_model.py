@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from skipstone.models.locate import locate
 from skipstone.serve.cli_options import Settings
 from skipstone.serve.cli_output import note, sampling_line, show_card
@@ -43,8 +45,9 @@ def with_generation_config(settings: Settings) -> Settings:
 
     Raises CheckpointError for a folder or a file that cannot be read.
     """
-    folder = locate(settings.engine_config().model)
-    path = folder / "generation_config.json"
+    if settings.values["model"] is msgspec.NODEFAULT:
+        return settings
+    path = locate(settings.engine_config().model) / "generation_config.json"
     if not path.exists():
         return settings
     from skipstone.llm import SAMPLING_KEYS

@@ -92,8 +92,10 @@ class Settings:
         """A YAML file with these values; each line says where its value came from."""
         lines = []
         for name, value in self.values.items():
-            shown = "null" if value is msgspec.NODEFAULT else json.dumps(value, ensure_ascii=False)
-            lines.append(f"{name}: {shown}".ljust(40) + f" # {self.sources[name]}")
+            if value is msgspec.NODEFAULT:
+                lines.append(f"# {name}: not given")
+            else:
+                lines.append(f"{name}: {json.dumps(value, ensure_ascii=False)}".ljust(40) + f" # {self.sources[name]}")
         return "\n".join(lines)
 
 

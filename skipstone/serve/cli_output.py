@@ -21,6 +21,7 @@ from skipstone.serve.cli_options import DEFAULT, Settings
 
 if TYPE_CHECKING:
     from skipstone.outputs import CompletionOutput, RequestOutput
+    from skipstone.serve.cli_prompts import Prompt
 
 ALWAYS_SHOWN = ("temperature", "max_tokens", "seed")
 
@@ -94,15 +95,14 @@ def write_lines(target: str, objects: Sequence[Mapping[str, Any]]) -> None:
         Path(target).write_bytes(lines)
 
 
-def write_texts(outputs: Sequence[RequestOutput], names: Sequence[str]) -> None:
+def write_texts(outputs: Sequence[RequestOutput], prompts: Sequence[Prompt]) -> None:
     """The answers as plain text; a heading above each when there are several."""
     total = sum(len(output.outputs) for output in outputs)
-    for output, name in zip(outputs, names, strict=True):
+    for output, prompt in zip(outputs, prompts, strict=True):
         for choice in output.outputs:
             if total > 1:
-                first_line = (output.prompt or "").strip().split("\n")[0]
-                number = f"{name}.{choice.index}" if len(output.outputs) > 1 else name
-                print(f"== {number}: {first_line[:80]}")
+                number = f"{prompt.request_id}.{choice.index}" if len(output.outputs) > 1 else prompt.request_id
+                print(f"== {number}: {prompt.heading}")
             print(choice.text)
 
 

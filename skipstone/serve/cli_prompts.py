@@ -15,6 +15,7 @@ from skipstone.core.request import SamplingParams
 from skipstone.errors import ConfigError, RequestError
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
+HEADING_LENGTH = 80
 _ANY_VOCABULARY = 2**31
 
 
@@ -28,6 +29,12 @@ class Prompt:
     token_ids: list[int] | None = None
     messages: list[dict[str, Any]] | None = None
     overrides: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def heading(self) -> str:
+        """Its beginning, on one line."""
+        said = self.text or (str(self.messages[-1].get("content", "")) if self.messages else str(self.token_ids))
+        return " ".join(said.split())[:HEADING_LENGTH]
 
 
 def read_prompts(args: argparse.Namespace) -> list[Prompt]:

@@ -2,8 +2,8 @@
 
 Bits of a row do not depend on the other rows of the step: every reduction over keys has a fixed length. Dense attention
 adds up tiles of KEY_TILE keys in ascending order, where a tile beyond a row's own length adds exactly zero; sparse
-attention always reduces over the whole budget, with masked entries as exact zeros. Masked values are set to zero before
-the product, as zero times a NaN in an unwritten slot would be NaN.
+attention always reduces over the whole budget, with masked entries as exact zeros. Values in slots that were never
+written are set to zero before the product, as zero times a NaN would be NaN.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from skipstone.core.batch import Span
+from skipstone.core.batch import PAD, ZERO_BLOCK, Span
 from skipstone.kernels.reference.gemm import bmm
 
 KEY_TILE = 256
@@ -23,16 +23,18 @@ LOWEST = torch.finfo(torch.float32).min
 def gather_blocks(cache: Tensor, block_table: Tensor, multiple: int) -> Tensor:
     """All cached rows of each request, in order: [R, heads, S, width], S rounded up to a multiple of `multiple`.
 
-    cache [num_blocks, heads, block_size, width], block_table [R, blocks] int64. Entries past a request's blocks point
-    at the spare block 0; the caller masks by position.
+    cache [num_blocks, heads, block_size, width], block_table [R, blocks] int64. Entries past a request's blocks are
+    ZERO_BLOCK; slots past its last row hold anything, and the caller masks them.
     """
     num_requests, blocks = block_table.shape
     _, heads, block_size, width = cache.shape
     padding = -blocks % max(multiple // block_size, 1)
     if padding:
-        block_table = torch.nn.functional.pad(block_table, (0, padding))
-    gathered = cache[block_table]  # [R, blocks, heads, block_size, width]
-    return gathered.transpose(1, 2).reshape(num_requests, heads, -1, width)
+        block_table = torch.nn.functional.pad(block_table, (0, padding), value=ZERO_BLOCK)
+    head = torch.arange(heads, device=cache.device)[:, None]
+    place = block_table[:, None] * heads + head  # [R, heads, blocks]
+    gathered = cache.view(-1, block_size * width).index_select(0, place.view(-1))
+    return gathered.view(num_requests, heads, -1, width)
 
 
 def dense_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, span: Span, scale: float, exact: bool) -> Tensor:
@@ -50,7 +52,8 @@ def dense_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, span: Span, sca
     scores = bmm(queries, keys.transpose(1, 2), exact).float().mul_(scale).view(requests, kv_heads, n, group, length)
     hidden = torch.arange(length, device=q.device) > span.positions[:, :, None]  # [R, n, S]
     scores.masked_fill_(hidden[:, None, :, None], -torch.inf)
-    values = values.masked_fill((torch.arange(length, device=q.device) > span.positions[:, -1:])[:, None, :, None], 0)
+    unwritten = torch.arange(length, device=q.device) > span.positions[:, -1:]  # [R, S]
+    values.masked_fill_(unwritten[:, None, :, None], 0)
     weights = torch.exp(scores - scores.amax(dim=-1, keepdim=True))  # [R, Hkv, n, group, S] float32
     tiles = length // KEY_TILE
     weights = weights.view(requests * kv_heads, n * group, tiles, KEY_TILE).transpose(1, 2)
@@ -72,10 +75,16 @@ def add_in_order(parts: Tensor) -> Tensor:
 
 
 class SelectedKeys(NamedTuple):
-    """Where a selection's keys lie: rows of the caches seen as [-1, unit * width], and which entries are masked."""
+    """Where a selection's keys lie: rows of the caches seen as [-1, unit * width], and which keys are masked.
+
+    PAD entries point at ZERO_BLOCK. Of the rest only the last unit may reach past its row: `tail` is its index and
+    `tail_hidden` the keys of it that were never written; None when units are single tokens.
+    """
 
     place: Tensor  # [B * S] int64, B key sets of S units
     hidden: Tensor  # [B, 1, S * unit] bool
+    tail: Tensor | None = None  # [B] int64
+    tail_hidden: Tensor | None = None  # [B, unit, 1] bool
 
 
 def locate_blocks(
@@ -87,14 +96,20 @@ def locate_blocks(
     """
     rows, kv_heads, budget = indices.shape
     per_block = block_size // unit
+    chosen = indices >= 0
     units = indices.clamp(min=0).long()  # [T, Hkv, S]
     block = torch.div(units, per_block, rounding_mode="floor")
     physical = row_block_table[:, None].expand(-1, kv_heads, -1).gather(2, block)  # [T, Hkv, S]
+    physical = torch.where(chosen, physical, ZERO_BLOCK)
     head = torch.arange(kv_heads, device=indices.device)[:, None]
     place = ((physical * kv_heads + head) * per_block + units % per_block).view(-1)
-    token = units[..., None] * unit + torch.arange(unit, device=indices.device)  # [T, Hkv, S, unit]
-    hidden = (token > positions[:, None, None, None]) | (indices < 0)[..., None]
-    return SelectedKeys(place, hidden.view(rows * kv_heads, 1, budget * unit))
+    offset = torch.arange(unit, device=indices.device)
+    left = positions[:, None, None] - units * unit  # [T, Hkv, S] tokens of the unit before the row, less one
+    left = torch.where(chosen, left, PAD)
+    hidden = (offset > left[..., None]).view(rows * kv_heads, 1, budget * unit)
+    tail = (chosen.sum(dim=-1) - 1).clamp_(min=0).view(-1)  # [T * Hkv]
+    tail_left = left.view(-1, budget).gather(1, tail[:, None])  # [T * Hkv, 1]
+    return SelectedKeys(place, hidden, tail, (offset > tail_left)[..., None])
 
 
 def locate_tokens(indices: Tensor, row_block_table: Tensor, block_size: int) -> SelectedKeys:
@@ -102,7 +117,8 @@ def locate_tokens(indices: Tensor, row_block_table: Tensor, block_size: int) -> 
     tokens = indices.clamp(min=0).long()  # [T, S]
     block = torch.div(tokens, block_size, rounding_mode="floor")
     slots = row_block_table.gather(1, block) * block_size + tokens % block_size
-    return SelectedKeys(slots.view(-1), (indices < 0)[:, None])
+    padding = indices < 0
+    return SelectedKeys(torch.where(padding, ZERO_BLOCK * block_size, slots).view(-1), padding[:, None])
 
 
 def block_sparse_attention(
@@ -115,9 +131,12 @@ def block_sparse_attention(
     rows, heads, width = q.shape
     kv_heads = k_cache.shape[1]
     k = k_cache.view(-1, unit * width).index_select(0, keys.place).view(rows * kv_heads, -1, width)
-    v = v_cache.view(-1, unit * width).index_select(0, keys.place).view(rows * kv_heads, -1, width)
+    v = v_cache.view(-1, unit * width).index_select(0, keys.place).view(rows * kv_heads, -1, unit, width)
+    assert keys.tail is not None and keys.tail_hidden is not None
+    key_set = torch.arange(rows * kv_heads, device=q.device)
+    v[key_set, keys.tail] = v[key_set, keys.tail].masked_fill_(keys.tail_hidden, 0)
     queries = q.reshape(rows * kv_heads, heads // kv_heads, width)
-    return _attend(queries, k, v, keys.hidden, scale, exact).view(rows, heads, width)
+    return _attend(queries, k, v.flatten(1, 2), keys.hidden, scale, exact).view(rows, heads, width)
 
 
 def token_sparse_attention(
@@ -134,7 +153,9 @@ def token_sparse_attention(
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float, exact: bool) -> Tensor:
-    """Softmax attention, one query set per key set: q [B, M, D], k [B, S, D], v [B, S, V], hidden [B, 1, S]."""
+    """Softmax attention, one query set per key set: q [B, M, D], k [B, S, D], v [B, S, V], hidden [B, 1, S].
+
+    Hidden keys get weight exactly 0 (any weight where every key is hidden), so their values must be finite.
+    """
     scores = bmm(q, k.transpose(1, 2), exact).float().mul_(scale).masked_fill_(hidden, LOWEST)  # [B, M, S]
-    weights = torch.softmax(scores, dim=-1)  # hidden keys: exactly 0, or any number when every key is hidden
-    return bmm(weights.to(q.dtype), v.masked_fill(hidden.transpose(1, 2), 0), exact)
+    return bmm(torch.softmax(scores, dim=-1).to(q.dtype), v, exact)

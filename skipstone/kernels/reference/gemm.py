@@ -65,7 +65,8 @@ def linear(x: Tensor, weight: Tensor, exact: bool) -> Tensor:
     extra = _pad_count(rows, *weight.shape, x.dtype, batched=False) if exact else 0
     if not extra:
         return torch.mm(x, weight)
-    return torch.mm(F.pad(x, (0, 0, 0, extra)), weight)[:rows]
+    padded = x.expand(rows + extra, -1) if rows == 1 else F.pad(x, (0, 0, 0, extra))
+    return torch.mm(padded, weight)[:rows]
 
 
 def bmm(a: Tensor, b: Tensor, exact: bool) -> Tensor:

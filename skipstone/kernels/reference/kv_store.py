@@ -8,6 +8,6 @@ from torch import Tensor
 def store(rows: Tensor, cache: Tensor, slot_block: Tensor, slot_offset: Tensor) -> None:
     """rows [T, heads, width] into cache [num_blocks, heads, block_size, width] at (slot_block, slot_offset), both [T].
 
-    Padding rows have block 0, the spare block which no request owns.
+    Padding rows have SPARE_BLOCK, which nothing reads.
     """
     cache[slot_block, :, slot_offset] = rows.to(cache.dtype)
