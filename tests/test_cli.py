@@ -113,6 +113,7 @@ class TestStart:
         assert rows["top_k"] == "--top-k"
         assert rows["top_p"] == "generation_config.json"
         assert rows["seed"] == "default"
+        assert run("generate", "--print-config").out.startswith("# model: not given\n")
 
 
 def change(model: Path, target: Path, edit: Callable[[Path], object]) -> Path:
@@ -170,6 +171,7 @@ BAD_REQUESTS = {
     "suffix": (["-f", "prompts.csv"], ["prompts.csv", ".txt", ".jsonl"]),
     "target": (["-p", "x", "--json", "/nowhere/out.jsonl"], ["--json /nowhere/out.jsonl", "does not exist"]),
     "context": (["-p", "x", "--max-model-len", "1M"], ["max_model_len=1048576", "lower it"]),
+    "long": (["-q", "-p", "x", "-p", "y" * 70, "--max-model-len", "64"], ["-p: the prompt has 70", "max_model_len=64"]),
 }
 
 
@@ -388,6 +390,15 @@ class TestInterrupt:
         program.send_signal(signal.SIGINT)  # the second in a row, while it waits for a line
         assert program.wait(60) == 130
         assert program.stderr.read().split() == ["interrupted"]
+
+
+def test_a_progress_bar_does_not_mix_with_results(model: Path) -> None:
+    ours, theirs = pty.openpty()
+    arguments = [str(model), "-p", "abc", "-p", "def", "--max-tokens", "2", "--json", "-"]
+    done = subprocess.run([*SKIPSTONE, "generate", *arguments], cwd=ROOT, stdout=-1, stderr=theirs, text=True)
+    os.close(theirs)
+    os.close(ours)
+    assert [json.loads(line)["id"] for line in done.stdout.splitlines()] == ["0", "1"]
 
 
 def test_a_terminal_gets_a_table_and_a_stream(model: Path) -> None:

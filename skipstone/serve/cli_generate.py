@@ -69,7 +69,7 @@ def _encoded(llm: LLM, prompt: Prompt) -> list[int]:
     if token_ids is None:
         if llm.tokenizer is None:
             raise RequestError(
-                f"{prompt.source}: the model has no tokenizer.json; give prompt_token_ids in a .jsonl file"
+                f"{prompt.source}: no tokenizer.json, so only prompt_token_ids can be used"
             )
         try:
             encoded = llm.tokenizer.encode_chat(prompt.messages) if prompt.messages else None
