@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from skipstone.kernels.reference.moe import experts_forward, route
@@ -28,12 +29,12 @@ class GatedMLP(nn.Module):
 
     def weight_slots(self, prefix: str) -> dict[str, Tensor]:
         """Checkpoint name -> the view it fills."""
-        gate, up = self.gate_up.hub_weight.chunk(2)
-        return {
-            f"{prefix}.gate_proj.weight": gate,
-            f"{prefix}.up_proj.weight": up,
-            f"{prefix}.down_proj.weight": self.down.hub_weight,
-        }
+        return _gated_slots(prefix, self.gate_up.hub_weight, self.down.hub_weight)
+
+
+def _gated_slots(prefix: str, gate_up: Tensor, down: Tensor) -> dict[str, Tensor]:
+    gate, up = gate_up.chunk(2)
+    return {f"{prefix}.gate_proj.weight": gate, f"{prefix}.up_proj.weight": up, f"{prefix}.down_proj.weight": down}
 
 
 class Router(nn.Module):
@@ -54,37 +55,53 @@ class Router(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """Routed experts plus a shared expert that every row takes with weight 1."""
+    """Routed experts plus a shared expert that every row takes with weight 1.
+
+    A shared expert of the routed experts' width is stored behind them and runs with them, which saves its launches.
+    """
 
     def __init__(
         self,
         hidden: int,
         intermediate: int,
-        experts: int,
+        shared_intermediate: int,
         router: Router,
-        shared: GatedMLP | None,
         activation: Activation,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self.router = router
-        self.gate_up = nn.Parameter(torch.empty(experts, hidden, 2 * intermediate, dtype=dtype), requires_grad=False)
-        self.down = nn.Parameter(torch.empty(experts, intermediate, hidden, dtype=dtype), requires_grad=False)
-        self.shared = shared
-        self.activation = activation
+        self.router, self.activation = router, activation
+        self.routed = router.bias.shape[0]
+        self.fused = shared_intermediate == intermediate
+        stored = self.routed + self.fused
+        self.gate_up = nn.Parameter(torch.empty(stored, hidden, 2 * intermediate, dtype=dtype), requires_grad=False)
+        self.down = nn.Parameter(torch.empty(stored, intermediate, hidden, dtype=dtype), requires_grad=False)
+        separate = shared_intermediate and not self.fused
+        exact = router.scores.exact
+        self.shared = GatedMLP(hidden, shared_intermediate, activation, dtype, exact) if separate else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, H] -> [T, H]."""
         experts, weights = self.router(x)
-        out = experts_forward(x, experts, weights, self.gate_up, self.down, self.activation, self.router.scores.exact)
+        if self.fused:
+            experts = F.pad(experts, (0, 1), value=self.routed)
+            weights = F.pad(weights, (0, 1), value=1.0)
+        exact = self.router.scores.exact
+        out = experts_forward(x, experts, weights, self.gate_up, self.down, self.activation, exact)
         if self.shared is not None:
             out = out + self.shared(x)
         return out.to(x.dtype)
 
+    def shared_slots(self, prefix: str) -> dict[str, Tensor]:
+        """Checkpoint name -> view for the shared expert."""
+        if self.shared is not None:
+            return self.shared.weight_slots(prefix)
+        return _gated_slots(prefix, self.gate_up[-1].t(), self.down[-1].t()) if self.fused else {}
+
     def expert_slots(self, prefix: str, gate: str, up: str, down: str) -> dict[str, Tensor]:
         """Checkpoint name -> view for every routed expert, given the checkpoint's names of its three projections."""
         slots = {}
-        for expert in range(self.gate_up.shape[0]):
+        for expert in range(self.routed):
             gate_view, up_view = self.gate_up[expert].t().chunk(2)
             slots[f"{prefix}.{expert}.{gate}.weight"] = gate_view
             slots[f"{prefix}.{expert}.{up}.weight"] = up_view

@@ -19,7 +19,7 @@ from skipstone.core.kv_cache import CacheSpec, CacheTensorSpec, KVCache
 from skipstone.kernels.reference.gemm import bmm
 from skipstone.kernels.reference.pointwise import Rotary, rotate, silu_mul
 from skipstone.layers.feed_forward import GatedMLP, MixtureOfExperts, Router
-from skipstone.layers.linear import LayerNorm, Linear, RMSNorm
+from skipstone.layers.linear import LayerNorm, Linear, OutputLinear, RMSNorm
 from skipstone.layers.rotary import RotaryTable, Yarn, rotary_table
 from skipstone.models.base import CausalLM, ConfigReader, empty_parameter
 
@@ -254,8 +254,7 @@ class DecoderLayer(nn.Module):
                 config.kept_groups,
             )
             width = config.expert_intermediate * config.shared_experts
-            shared = GatedMLP(hidden, width, silu_mul, dtype, exact) if width else None
-            self.ffn = MixtureOfExperts(hidden, config.expert_intermediate, config.experts, router, shared, silu_mul, dtype)
+            self.ffn = MixtureOfExperts(hidden, config.expert_intermediate, width, router, silu_mul, dtype)
 
     def forward(self, x: Tensor, rotary: Rotaries, cache: KVCache, backends: Backends) -> Tensor:
         """[T, H] -> [T, H]."""
@@ -274,7 +273,7 @@ class DecoderLayer(nn.Module):
         slots[f"{prefix}.mlp.gate.weight"] = self.ffn.router.scores.hub_weight
         slots[f"{prefix}.mlp.gate.e_score_correction_bias"] = self.ffn.router.bias
         slots |= self.ffn.expert_slots(f"{prefix}.mlp.experts", "gate_proj", "up_proj", "down_proj")
-        return slots | (self.ffn.shared.weight_slots(f"{prefix}.mlp.shared_experts") if self.ffn.shared else {})
+        return slots | self.ffn.shared_slots(f"{prefix}.mlp.shared_experts")
 
 
 class DeepseekV32(CausalLM):
@@ -289,7 +288,7 @@ class DeepseekV32(CausalLM):
         self.embed = empty_parameter(config.vocab_size, config.hidden_size, dtype=dtype)
         self.layers = nn.ModuleList(DecoderLayer(config, i, dtype, exact) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.eps)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype, exact)
+        self.lm_head = OutputLinear(config.hidden_size, config.vocab_size, dtype, exact)
         table = rotary_table(config.rope_dim, config.rope_theta, max_position, config.yarn)
         self.mla_rotary = RotaryTable(table, config.rope_dim, pairs=True)
         self.index_rotary = RotaryTable(table, config.index_dim, pairs=False)
@@ -312,7 +311,7 @@ class DeepseekV32(CausalLM):
 
     def weight_slots(self) -> dict[str, Tensor]:
         """Hub names."""
-        slots = {"model.embed_tokens.weight": self.embed, "model.norm.weight": self.norm.weight, "lm_head.weight": self.lm_head.hub_weight}
+        slots = {"model.embed_tokens.weight": self.embed, "model.norm.weight": self.norm.weight, "lm_head.weight": self.lm_head.weight}
         for i, layer in enumerate(self.layers):
             slots |= layer.weight_slots(f"model.layers.{i}")
         return slots

@@ -18,7 +18,7 @@ from skipstone.core.batch import Batch
 from skipstone.core.kv_cache import CacheSpec, CacheTensorSpec, KVCache
 from skipstone.kernels.reference.pointwise import Rotary, clamped_swiglu, rms_norm, rotate
 from skipstone.layers.feed_forward import GatedMLP, MixtureOfExperts, Router
-from skipstone.layers.linear import Linear, RMSNorm
+from skipstone.layers.linear import Linear, OutputLinear, RMSNorm
 from skipstone.layers.rotary import RotaryTable, rotary_table
 from skipstone.models.base import CausalLM, ConfigReader, empty_parameter
 
@@ -212,10 +212,8 @@ class DecoderLayer(nn.Module):
         self.ffn: GatedMLP | MixtureOfExperts
         if moe:
             router = Router(hidden, config.experts, config.experts_per_token, config.routed_scaling, exact)
-            width = config.shared_intermediate
-            shared = GatedMLP(hidden, width, activation, dtype, exact) if width else None
             self.ffn = MixtureOfExperts(
-                hidden, config.expert_intermediate, config.experts, router, shared, activation, dtype
+                hidden, config.expert_intermediate, config.shared_intermediate, router, activation, dtype
             )
         else:
             self.ffn = GatedMLP(hidden, config.dense_intermediate, activation, dtype, exact)
@@ -238,7 +236,7 @@ class DecoderLayer(nn.Module):
         slots[f"{moe}.gate.weight"] = self.ffn.router.scores.hub_weight
         slots[f"{moe}.e_score_correction_bias"] = self.ffn.router.bias
         slots |= self.ffn.expert_slots(f"{moe}.experts", gate="w1", up="w3", down="w2")
-        return slots | (self.ffn.shared.weight_slots(f"{moe}.shared_experts") if self.ffn.shared else {})
+        return slots | self.ffn.shared_slots(f"{moe}.shared_experts")
 
 
 class MiniMaxM3(CausalLM):
@@ -256,7 +254,7 @@ class MiniMaxM3(CausalLM):
             for layer in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.eps, offset=1.0)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype, exact)
+        self.lm_head = OutputLinear(config.hidden_size, config.vocab_size, dtype, exact)
         table = rotary_table(config.rotary_dim, config.rope_theta, max_position)
         self.rotary = RotaryTable(table, config.head_dim, pairs=False)
 
@@ -278,7 +276,7 @@ class MiniMaxM3(CausalLM):
 
     def weight_slots(self) -> dict[str, Tensor]:
         """Hub names of the released model, under `language_model.`; a text-only export may leave the prefix out."""
-        slots = {"model.embed_tokens.weight": self.embed, "model.norm.weight": self.norm.weight, "lm_head.weight": self.lm_head.hub_weight}
+        slots = {"model.embed_tokens.weight": self.embed, "model.norm.weight": self.norm.weight, "lm_head.weight": self.lm_head.weight}
         for i, layer in enumerate(self.layers):
             slots |= layer.weight_slots(f"model.layers.{i}")
         return {f"language_model.{name}": view for name, view in slots.items()}
