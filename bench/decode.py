@@ -90,17 +90,27 @@ def main() -> None:
         "transformers": lambda prompts, n: peer_generate(peer, prompts, n),
     }
     batch, long = prompt_ids(exact)
-    agree = sum(a == b for a, b in zip(engines["exact"]([batch[8]], 32)[0], engines["transformers"]([batch[8]], 32)[0], strict=True))
-    print(f"{platform.machine()}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}; torch "
-          f"{torch.__version__}, transformers {transformers.__version__}, tokenizers {tokenizers.__version__}")  # fmt: skip
-    print(f"{args.model}, float32; greedy tokens equal to transformers': {agree} of 32; prompts of {len(batch[0])} to {len(batch[-1])} tokens")
+    agree = sum(
+        a == b
+        for a, b in zip(engines["exact"]([batch[8]], 32)[0], engines["transformers"]([batch[8]], 32)[0], strict=True)
+    )
+    versions = (
+        f"torch {torch.__version__}, transformers {transformers.__version__}, tokenizers {tokenizers.__version__}"
+    )
+    print(
+        f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads; {versions}"
+    )
+    print(f"{args.model}, float32; prompts of {len(batch[0])} to {len(batch[-1])} tokens")
+    print(f"greedy tokens equal to transformers': {agree} of 32")
     cases = {"batch 1": ([batch[8]], True), "batch 16": (batch, True), "prefill 2000": ([long], False)}
     results = {}
     print(f"{'tokens/s':14}{'exact':>10}{'fast':>10}{'transf.':>10}{'exact/transf.':>15}{'cost of exact':>15}")
     for name, (prompts, decode) in cases.items():
         rates = measure(engines, prompts, args.rounds, decode)
         ratio, cost = rates["exact"] / rates["transformers"], 1 - rates["exact"] / rates["fast"]
-        print(f"{name:14}{rates['exact']:10.0f}{rates['fast']:10.0f}{rates['transformers']:10.0f}{ratio:14.2f}x{cost:15.1%}")
+        print(
+            f"{name:14}{rates['exact']:10.0f}{rates['fast']:10.0f}{rates['transformers']:10.0f}{ratio:14.2f}x{cost:15.1%}"
+        )
         results[name] = {key: round(value, 1) for key, value in rates.items()} | {"ratio": round(ratio, 2)}
     print(json.dumps({"bench": "decode", "model": args.model, "threads": torch.get_num_threads(), "results": results}))
 

@@ -45,6 +45,11 @@ def peer_generate(model: nn.Module, prompts: list[list[int]], new_tokens: int) -
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     with torch.inference_mode():
         out = model.generate(
-            ids, attention_mask=mask, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, pad_token_id=0
+            ids,
+            attention_mask=mask,
+            max_new_tokens=new_tokens,
+            min_new_tokens=new_tokens,
+            do_sample=False,
+            pad_token_id=0,
         )
     return out[:, longest:].tolist()

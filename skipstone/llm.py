@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -53,16 +54,21 @@ class LLM:
         caches, config = self.engine.caches, self.config
         layers = ", ".join(f"{count} {group}" for group, count in self._layer_kinds().items())
         tokens = self.engine.pool.num_ownable * caches.block_size
+        dtype = str(self.engine.dtype).removeprefix("torch.")
+        exact = "exact: a row's bits do not depend on the batch"
         return [
             ("model", f"{self.info.architecture} from {self.folder.name}"),
             ("layers", layers),
-            ("dtype", f"{self.engine.dtype} ({'chosen for a CPU' if config.dtype == 'auto' else 'as asked'})".replace("torch.", "")),
+            ("dtype", f"{dtype} ({'chosen for a CPU' if config.dtype == 'auto' else 'as asked'})"),
             ("device", f"cpu, {torch.get_num_threads()} threads"),
-            ("numerics", "exact: a row's bits do not depend on the batch" if config.exact else "fast: bits may depend on the batch"),
+            ("numerics", exact if config.exact else "fast: bits may depend on the batch"),
             ("context", f"{caches.max_model_len} tokens"),
-            ("cache", f"{tokens} tokens in blocks of {caches.block_size}, {caches.bytes_per_token} bytes a token ({caches.reason})"),
+            (
+                "cache",
+                f"{tokens} tokens of {caches.bytes_per_token} bytes, blocks of {caches.block_size} ({caches.reason})",
+            ),
             ("prefix cache", "on" if config.prefix_caching else "off"),
-            ("speculation", "off"),
+            ("speculation", "off: no proposer is implemented yet"),
         ]
 
     def _layer_kinds(self) -> dict[str, int]:
@@ -143,7 +149,10 @@ class LLM:
         events = []
         for request, tokens in self.engine.step():
             session, choice = self._sessions[request.request_id]
-            events.append(session.push(choice, tokens, self.engine))
+            event = session.push(choice, tokens, self.engine)
+            events.append(event)
+            if session.inbox is not None:
+                session.inbox.append(event)
             if request.finished:
                 del self._sessions[request.request_id]
         return events
@@ -212,25 +221,15 @@ class LLM:
 
     def _stream(self, session: Session) -> Iterator[StreamEvent]:
         self._submit([session])
-        own = set(map(id, session.choices))
+        session.inbox = inbox = deque()  # another stream's turn may run the step that brings this one's events
         try:
-            while not session.finished:
-                yield from (event for event in self._step_of(own))
+            while inbox or not session.finished:
+                if not inbox:
+                    self.step()
+                while inbox:
+                    yield inbox.popleft()
         finally:
             self._withdraw([choice.request for choice in session.choices])
-
-    def _step_of(self, own: set[int]) -> list[StreamEvent]:
-        """One step for everyone; only the events of the choices in `own` are returned."""
-        watched = {rid for rid, (_, choice) in self._sessions.items() if id(choice) in own}
-        events = []
-        for request, tokens in self.engine.step():
-            session, choice = self._sessions[request.request_id]
-            event = session.push(choice, tokens, self.engine)
-            if request.request_id in watched:
-                events.append(event)
-            if request.finished:
-                del self._sessions[request.request_id]
-        return events
 
 
 def _eos_token_ids(generation: dict[str, Any], raw: dict[str, Any], vocab_size: int) -> frozenset[int]:

@@ -40,6 +40,7 @@ class RequestOutput(msgspec.Struct, kw_only=True):
 class StreamEvent(msgspec.Struct, kw_only=True):
     """New text of one choice. `output` is set on the last event of the last choice."""
 
+    request_id: str
     index: int
     text: str
     token_ids: list[int]

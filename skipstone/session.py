@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import deque
 
 from skipstone.core.request import Request, SamplingParams
 from skipstone.kernels.reference.sampling import derive_seed
@@ -73,6 +74,7 @@ class Session:
         self.params = params
         self.arrival = time.perf_counter()
         self.metrics = RequestMetrics()
+        self.inbox: deque[StreamEvent] | None = None  # events that a stream has yet to hand out
         seed = secrets.randbits(63) if params.seed is None else params.seed
         limit = len(token_ids) + params.max_tokens if params.max_tokens is not None else 1 << 60
         self.choices = [
@@ -99,7 +101,13 @@ class Session:
         text = choice.push(token_ids)
         if choice.stop_string is not None:
             engine.stop(choice.request)
-        event = StreamEvent(index=choice.index, text=text, token_ids=token_ids, finished=choice.request.finished)
+        event = StreamEvent(
+            request_id=self.session_id,
+            index=choice.index,
+            text=text,
+            token_ids=token_ids,
+            finished=choice.request.finished,
+        )
         if self.finished:
             self.metrics.total_s = now
             event.output = self.output()

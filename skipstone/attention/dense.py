@@ -35,7 +35,5 @@ class DenseBackend:
     def run(self, layer: int, q: Tensor, selection: Selection | None, cache: KVCache) -> Tensor:
         """q [T, H, D] -> [T, H, D]."""
         keys, values = cache.get(layer, "k"), cache.get(layer, "v")
-        parts = [
-            dense_attention(q[span.rows], keys, values, span, self.scale, self.exact) for span in self.batch.spans
-        ]
+        parts = [dense_attention(q[span.rows], keys, values, span, self.scale, self.exact) for span in self.batch.spans]
         return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -16,7 +16,7 @@ from skipstone.core.batch import FIRST_BLOCK
 
 @dataclass(frozen=True)
 class CacheTensorSpec:
-    """One cached quantity: `heads` vectors of `width` values per token, stored as [blocks, heads, block_size, width]."""
+    """One cached quantity: `heads` vectors of `width` values a token, stored as [blocks, heads, block_size, width]."""
 
     name: str  # "k", "v", "latent", "index_k"
     heads: int
@@ -40,7 +40,9 @@ class CacheSpec:
 class KVCache:
     """The tensors of all layers, zero at first; the first two blocks have special roles, see `core.batch`."""
 
-    def __init__(self, specs: list[CacheSpec], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self, specs: list[CacheSpec], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ):
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.layers: dict[int, dict[str, Tensor]] = {}

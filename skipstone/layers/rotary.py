@@ -44,6 +44,10 @@ class RotaryTable(nn.Module):
     `pairs` True: neighbours (2i, 2i + 1) rotate together; False: halves (i, i + dim / 2), the NeoX layout.
     """
 
+    cos: Tensor
+    sin: Tensor
+    partner: Tensor
+
     def __init__(self, table: Tensor, width: int, pairs: bool, first: int = 0) -> None:
         super().__init__()
         half = table.shape[1] // 2

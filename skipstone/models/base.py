@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +16,45 @@ from skipstone.errors import ConfigError
 class ModelConfig(Protocol):
     """The part of a model's configuration that the engine reads."""
 
-    hidden_size: int
-    vocab_size: int
-    num_layers: int
-    max_position_embeddings: int
-    block_unit: int  # cache blocks must be a multiple of this many tokens
-    softmax_scale: float
-    sparse: SparseSettings
-    declared_mtp_modules: int
+    @property
+    def hidden_size(self) -> int:
+        """H."""
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers, draft modules not counted."""
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """Positions that the model was made for."""
+
+    @property
+    def block_unit(self) -> int:
+        """Cache blocks must be a multiple of this many tokens."""
+
+    @property
+    def softmax_scale(self) -> float:
+        """Factor on attention scores."""
+
+    @property
+    def sparse(self) -> SparseSettings:
+        """Unit and budget of the sparse layers."""
+
+    @property
+    def declared_mtp_modules(self) -> int:
+        """How many draft modules config.json speaks of; the weights may hold fewer."""
+
+
+@runtime_checkable
+class Derives(Protocol):
+    """A module that derives something from its weights once they are loaded."""
+
+    def after_load(self) -> None:
+        """Called once."""
 
 
 class CausalLM(nn.Module):
@@ -31,8 +62,8 @@ class CausalLM(nn.Module):
 
     config: ModelConfig
 
-    @classmethod
-    def read_config(cls, raw: dict[str, Any]) -> ModelConfig:
+    @staticmethod
+    def read_config(raw: dict[str, Any]) -> ModelConfig:
         """Read and check config.json. Raises ConfigError naming a key that is missing or out of range."""
         raise NotImplementedError
 
@@ -59,7 +90,7 @@ class CausalLM(nn.Module):
     def after_load(self) -> None:
         """What must be derived from the weights once they are in place."""
         for module in self.modules():
-            if module is not self and hasattr(module, "after_load"):
+            if module is not self and isinstance(module, Derives):
                 module.after_load()
 
 
@@ -76,7 +107,9 @@ class ConfigReader:
         if value is None:
             raise self._missing(key)
         if not isinstance(value, int) or isinstance(value, bool) or value < low:
-            raise ConfigError(f"{self.where}: {key}={value!r} must be a whole number of at least {low}; fix config.json")
+            raise ConfigError(
+                f"{self.where}: {key}={value!r} must be a whole number of at least {low}; fix config.json"
+            )
         return value
 
     def number(self, key: str, default: float | None = None) -> float:

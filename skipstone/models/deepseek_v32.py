@@ -8,7 +8,7 @@ dims, the indexer rotates halves (i, i + d/2) of the first dims.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -143,10 +143,10 @@ def read_deepseek_v32(raw: dict[str, Any]) -> DeepseekV32Config:
 
 
 class Rotaries(NamedTuple):
-    """The same angles for the two heads shapes: MLA's rotary part and the indexer's heads."""
+    """The same angles for the two shapes of heads: MLA's rotary part and the indexer's heads."""
 
     mla: Rotary
-    index: Rotary
+    indexer: Rotary
 
 
 class LightningIndexer(nn.Module):
@@ -192,8 +192,10 @@ class Attention(nn.Module):
         latent_q, latent, rope_k, index_k = self.in_proj(x).split(self.in_widths, dim=-1)
         q, index_q = self.q_up(self.q_norm(latent_q)).split(self.q_widths, dim=-1)
         latent_row = torch.cat([self.kv_norm(latent)[:, None], rotate(rope_k[:, None], rotary.mla)], dim=-1)
-        backend.write(self.layer, CacheRows(latent=latent_row, index_k=self.indexer.key(index_k, rotary.index)), cache)
-        selection = backend.select(self.layer, self.indexer.query(x, index_q, rotary.index), cache)
+        backend.write(
+            self.layer, CacheRows(latent=latent_row, index_k=self.indexer.key(index_k, rotary.indexer)), cache
+        )
+        selection = backend.select(self.layer, self.indexer.query(x, index_q, rotary.indexer), cache)
         nope_q, rope_q = q.view(rows, config.heads, -1).split([config.nope_dim, config.rope_dim], dim=-1)
         key_up, value_up = self.kv_up.split([config.nope_dim, config.value_dim], dim=1)  # [H, nope | value, kv_rank]
         absorbed = bmm(nope_q.transpose(0, 1), key_up, self.exact).transpose(0, 1)  # [T, H, kv_rank]
@@ -206,7 +208,9 @@ class Attention(nn.Module):
         """One latent and one index key per token, shared by all heads."""
         config = self.config
         latent = CacheTensorSpec("latent", 1, config.kv_rank + config.rope_dim)
-        return CacheSpec(self.layer, "latents + index keys", "dsa", (latent, CacheTensorSpec("index_k", 1, config.index_dim)))
+        return CacheSpec(
+            self.layer, "latents + index keys", "dsa", (latent, CacheTensorSpec("index_k", 1, config.index_dim))
+        )
 
     def weight_slots(self, prefix: str) -> dict[str, Tensor]:
         """Checkpoint name -> the view it fills."""
@@ -286,7 +290,8 @@ class DeepseekV32(CausalLM):
         super().__init__()
         self.config = config
         self.embed = empty_parameter(config.vocab_size, config.hidden_size, dtype=dtype)
-        self.layers = nn.ModuleList(DecoderLayer(config, i, dtype, exact) for i in range(config.num_layers))
+        layers = nn.ModuleList(DecoderLayer(config, i, dtype, exact) for i in range(config.num_layers))
+        self.layers = cast("list[DecoderLayer]", layers)
         self.norm = RMSNorm(config.hidden_size, config.eps)
         self.lm_head = OutputLinear(config.hidden_size, config.vocab_size, dtype, exact)
         table = rotary_table(config.rope_dim, config.rope_theta, max_position, config.yarn)
@@ -311,7 +316,11 @@ class DeepseekV32(CausalLM):
 
     def weight_slots(self) -> dict[str, Tensor]:
         """Hub names."""
-        slots = {"model.embed_tokens.weight": self.embed, "model.norm.weight": self.norm.weight, "lm_head.weight": self.lm_head.weight}
+        slots: dict[str, Tensor] = {
+            "model.embed_tokens.weight": self.embed,
+            "model.norm.weight": self.norm.weight,
+            "lm_head.weight": self.lm_head.weight,
+        }
         for i, layer in enumerate(self.layers):
             slots |= layer.weight_slots(f"model.layers.{i}")
         return slots

@@ -60,7 +60,7 @@ def read_json(path: Path, purpose: str) -> dict[str, Any]:
 
 
 def shard_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder, by its index when it has one. Raises CheckpointError naming a missing shard."""
+    """The safetensors files of a folder, by its index when it has one. Raises CheckpointError for a missing shard."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
         weight_map = json.loads(index.read_text()).get("weight_map", {})

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -61,14 +61,20 @@ class MiniMaxM3Config:
         return float(self.head_dim**-0.5)
 
 
-def _read_sparse(reader: ConfigReader, layers: int, kv_heads: int, head_dim: int) -> tuple[tuple[bool, ...], SparseSettings]:
+def _read_sparse(
+    reader: ConfigReader, layers: int, kv_heads: int, head_dim: int
+) -> tuple[tuple[bool, ...], SparseSettings]:
     sparse = reader.section("sparse_attention_config")
     sparse.expect("use_sparse_attention", (True,))
     sparse.expect("sparse_score_type", ("max",), "max")
     sparse.expect("sparse_num_index_heads", (kv_heads,))
     sparse.expect("sparse_index_dim", (head_dim,))
     sparse_layers = sparse.flags("sparse_attention_freq", layers)
-    no_value = sparse.flags("sparse_disable_index_value", layers) if "sparse_disable_index_value" in sparse.raw else sparse_layers
+    no_value = (
+        sparse.flags("sparse_disable_index_value", layers)
+        if "sparse_disable_index_value" in sparse.raw
+        else sparse_layers
+    )
     if any(is_sparse and not off for is_sparse, off in zip(sparse_layers, no_value, strict=True)):
         sparse.expect("sparse_disable_index_value", (list(sparse_layers),))
     settings = SparseSettings(
@@ -181,10 +187,15 @@ class Attention(nn.Module):
     def cache_spec(self) -> CacheSpec:
         """Keys and values; sparse layers also cache one index key per token."""
         config = self.config
-        tensors = [CacheTensorSpec("k", config.kv_heads, config.head_dim), CacheTensorSpec("v", config.kv_heads, config.head_dim)]
+        tensors = [
+            CacheTensorSpec("k", config.kv_heads, config.head_dim),
+            CacheTensorSpec("v", config.kv_heads, config.head_dim),
+        ]
         if not self.sparse:
             return CacheSpec(self.layer, "dense K/V", "dense", tuple(tensors))
-        return CacheSpec(self.layer, "sparse K/V + index keys", "msa", (*tensors, CacheTensorSpec("index_k", 1, config.head_dim)))
+        return CacheSpec(
+            self.layer, "sparse K/V + index keys", "msa", (*tensors, CacheTensorSpec("index_k", 1, config.head_dim))
+        )
 
     def weight_slots(self, prefix: str) -> dict[str, Tensor]:
         """Checkpoint name -> the view it fills."""
@@ -202,15 +213,15 @@ class Attention(nn.Module):
 class DecoderLayer(nn.Module):
     """x + attention(norm(x)), then x + feed-forward(norm(x))."""
 
-    def __init__(self, config: MiniMaxM3Config, layer: int, sparse: bool, moe: bool, dtype: torch.dtype, exact: bool) -> None:
+    def __init__(self, config: MiniMaxM3Config, layer: int, dtype: torch.dtype, exact: bool) -> None:
         super().__init__()
         activation = functools.partial(clamped_swiglu, alpha=config.swiglu_alpha, limit=config.swiglu_limit)
         hidden = config.hidden_size
         self.attention_norm = RMSNorm(hidden, config.eps, offset=1.0)
-        self.attention = Attention(config, layer, sparse, dtype, exact)
+        self.attention = Attention(config, layer, config.sparse_layers[layer], dtype, exact)
         self.ffn_norm = RMSNorm(hidden, config.eps, offset=1.0)
         self.ffn: GatedMLP | MixtureOfExperts
-        if moe:
+        if config.moe_layers[layer]:
             router = Router(hidden, config.experts, config.experts_per_token, config.routed_scaling, exact)
             self.ffn = MixtureOfExperts(
                 hidden, config.expert_intermediate, config.shared_intermediate, router, activation, dtype
@@ -249,10 +260,8 @@ class MiniMaxM3(CausalLM):
         super().__init__()
         self.config = config
         self.embed = empty_parameter(config.vocab_size, config.hidden_size, dtype=dtype)
-        self.layers = nn.ModuleList(
-            DecoderLayer(config, layer, config.sparse_layers[layer], config.moe_layers[layer], dtype, exact)
-            for layer in range(config.num_layers)
-        )
+        layers = nn.ModuleList(DecoderLayer(config, layer, dtype, exact) for layer in range(config.num_layers))
+        self.layers = cast("list[DecoderLayer]", layers)
         self.norm = RMSNorm(config.hidden_size, config.eps, offset=1.0)
         self.lm_head = OutputLinear(config.hidden_size, config.vocab_size, dtype, exact)
         table = rotary_table(config.rotary_dim, config.rope_theta, max_position)
@@ -275,8 +284,12 @@ class MiniMaxM3(CausalLM):
         return self.lm_head(hidden).float()
 
     def weight_slots(self) -> dict[str, Tensor]:
-        """Hub names of the released model, under `language_model.`; a text-only export may leave the prefix out."""
-        slots = {"model.embed_tokens.weight": self.embed, "model.norm.weight": self.norm.weight, "lm_head.weight": self.lm_head.weight}
+        """Hub names of the release, under `language_model.`; a text-only export may leave the prefix out."""
+        slots: dict[str, Tensor] = {
+            "model.embed_tokens.weight": self.embed,
+            "model.norm.weight": self.norm.weight,
+            "lm_head.weight": self.lm_head.weight,
+        }
         for i, layer in enumerate(self.layers):
             slots |= layer.weight_slots(f"model.layers.{i}")
         return {f"language_model.{name}": view for name, view in slots.items()}

@@ -118,7 +118,8 @@ def sampling_rows(plan: StepPlan, rows: list[LogitRow]) -> SamplingRows:
 
 
 def _penalties(plan: StepPlan, rows: list[LogitRow]) -> Penalties | None:
-    chosen, history_row, history_token, history_is_output = [], [], [], []
+    chosen: list[tuple[int, float, float, float]] = []
+    history_row, history_token, history_is_output = [], [], []
     for i, row in enumerate(rows):
         request = plan.scheduled[row.item].request
         params = request.params

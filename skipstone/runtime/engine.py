@@ -35,14 +35,13 @@ class Engine:
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
         self.dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
-        longest = config.max_model_len or info.config.max_position_embeddings
-        self.model: CausalLM = build_model(info, self.dtype, config.exact, min(longest, info.config.max_position_embeddings))
+        positions = info.config.max_position_embeddings
+        longest = min(config.max_model_len or positions, positions)
+        self.model: CausalLM = build_model(info, self.dtype, config.exact, longest)
         self.caches: CachePlan = plan_caches(config, info.config, self.model.cache_specs(), self.dtype)
         self.runner = ModelRunner(self.model, self.caches.num_blocks, self.caches.block_size, self.dtype, config.exact)
         self.pool = BlockPool(self.caches.num_blocks, self.caches.block_size)
-        self.scheduler = Scheduler(
-            self.pool, config.max_num_batched_tokens, config.max_num_seqs, config.prefix_caching
-        )
+        self.scheduler = Scheduler(self.pool, config.max_num_batched_tokens, config.max_num_seqs, config.prefix_caching)
         self.stats = EngineStats()
         self.vocab_size: int = info.config.vocab_size
 

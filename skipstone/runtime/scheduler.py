@@ -1,8 +1,8 @@
 """Which requests run how many rows in the next step, and what becomes of them afterwards.
 
-Running requests come first, oldest first; waiting ones get what is left of the row budget. A prompt runs in chunks. When
-blocks run out the youngest running request is preempted: its blocks are freed and it is computed again later, which
-yields the same text because noise depends on seed and position only.
+Running requests come first, oldest first; waiting ones get what is left of the row budget. A prompt runs in chunks.
+When blocks run out the youngest running request is preempted: its blocks are freed and it is computed again later,
+which yields the same text because noise depends on seed and position only.
 """
 
 from __future__ import annotations

@@ -68,9 +68,7 @@ def _encoded(llm: LLM, prompt: Prompt) -> list[int]:
     token_ids = prompt.token_ids
     if token_ids is None:
         if llm.tokenizer is None:
-            raise RequestError(
-                f"{prompt.source}: no tokenizer.json, so only prompt_token_ids can be used"
-            )
+            raise RequestError(f"{prompt.source}: no tokenizer.json, so only prompt_token_ids can be used")
         try:
             encoded = llm.tokenizer.encode_chat(prompt.messages) if prompt.messages else None
             token_ids = encoded or llm.tokenizer.encode(prompt.text or "")

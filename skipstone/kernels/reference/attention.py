@@ -48,7 +48,11 @@ def dense_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, span: Span, sca
     keys = gather_blocks(k_cache, span.block_table, KEY_TILE).flatten(0, 1)  # [R * Hkv, S, D]
     values = gather_blocks(v_cache, span.block_table, KEY_TILE)  # [R, Hkv, S, D]
     length = keys.shape[1]
-    queries = q.view(requests, n, kv_heads, group, width).permute(0, 2, 1, 3, 4).reshape(requests * kv_heads, n * group, width)
+    queries = (
+        q.view(requests, n, kv_heads, group, width)
+        .permute(0, 2, 1, 3, 4)
+        .reshape(requests * kv_heads, n * group, width)
+    )
     scores = bmm(queries, keys.transpose(1, 2), exact).float().mul_(scale).view(requests, kv_heads, n, group, length)
     hidden = torch.arange(length, device=q.device) > span.positions[:, :, None]  # [R, n, S]
     scores.masked_fill_(hidden[:, None, :, None], -torch.inf)

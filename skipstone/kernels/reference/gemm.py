@@ -62,7 +62,7 @@ def _pad_count(rows: int, k: int, n: int, dtype: torch.dtype, batched: bool) -> 
 def linear(x: Tensor, weight: Tensor, exact: bool) -> Tensor:
     """x [T, K] times weight [K, N]: [T, N]. With `exact`, a row's bits do not depend on T."""
     rows = x.shape[0]
-    extra = _pad_count(rows, *weight.shape, x.dtype, batched=False) if exact else 0
+    extra = _pad_count(rows, weight.shape[0], weight.shape[1], x.dtype, batched=False) if exact else 0
     if not extra:
         return torch.mm(x, weight)
     padded = x.expand(rows + extra, -1) if rows == 1 else F.pad(x, (0, 0, 0, extra))

@@ -45,7 +45,7 @@ def select_tokens(scores: Tensor, positions: Tensor, budget: int) -> Tensor:
 
 
 def select_all(positions: Tensor, unit: int, groups: int, budget: int) -> Tensor:
-    """Every visible unit, for rows that see no more than `budget` units. positions [R, n] -> [R, n, G, budget] int32."""
+    """Every visible unit, for rows that see at most `budget` units. positions [R, n] -> [R, n, G, budget] int32."""
     entry = torch.arange(budget, device=positions.device, dtype=torch.int32)
     visible = (torch.div(positions, unit, rounding_mode="floor") + 1)[:, :, None]  # [R, n, 1]
     chosen = torch.where(entry < visible, entry, PAD)
