@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from skipstone import LLM
 from skipstone.errors import CheckpointError
+from skipstone.models.loader import read_model_info
 from skipstone.serve import cli
 from skipstone.tools.checkpoint import PARTS, CheckpointReport, examine
 from skipstone.tools.headers import read_header
@@ -59,13 +60,14 @@ class TestNumbers:
         assert {part.part for part in report.parts if part.loaded} <= {part for part, _ in PARTS}
         assert report.loads and not report.missing
 
-    def test_caches_are_those_of_the_engine(self, name: str, folder: Callable[[str], Path]) -> None:
-        report = examine(folder(name), "bfloat16")
-        llm = LLM(str(folder(name)), dtype="bfloat16")
-        assert report.cache_bytes_per_token == llm.engine.caches.bytes_per_token
-        weights = sum(p.numel() * p.element_size() for p in llm.engine.model.parameters())
-        assert report.loaded_bytes == weights
-        assert report.tokens_that_fit == (report.free_bytes - weights) // report.cache_bytes_per_token
+    def test_memory_is_that_of_the_engine(self, name: str, folder: Callable[[str], Path]) -> None:
+        report = examine(folder(name), "auto")
+        assert report.cache_bytes_per_token == LLM(str(folder(name))).engine.caches.bytes_per_token
+        info = read_model_info(folder(name))
+        model = info.model_class(info.config, torch.float32, True, 1)
+        assert report.loaded_bytes == sum(p.numel() * p.element_size() for p in model.parameters())
+        assert report.tokens_that_fit == (report.free_bytes - report.loaded_bytes) // report.cache_bytes_per_token
+        assert examine(folder(name), "bfloat16").cache_bytes_per_token * 2 == report.cache_bytes_per_token
 
     def test_every_fact_is_printed(self, name: str, folder: Callable[[str], Path]) -> None:
         report = examine(folder(name), "auto")
