@@ -39,9 +39,12 @@ def tokens(length: int, seed: int) -> Prompt:
 
 
 def jobs() -> list[Job]:
-    """16 requests: prompts of many lengths, half of them with shared beginnings; greedy, seeded and several choices."""
+    """16 requests: prompts of many lengths, half of them with shared beginnings; greedy, seeded and several choices.
+
+    The one of 270 tokens makes every batch it is in longer than the others would be.
+    """
     shared = tokens(60, 1)
-    prompts = [tokens(n, n) for n in (1, 7, 8, 9, 25, 33, 64, 90)]
+    prompts = [tokens(n, n) for n in (1, 7, 8, 9, 25, 33, 64, 270)]
     prompts += [shared[:n] + tokens(extra, n) for n, extra in ((60, 0), (60, 5), (60, 20), (48, 9), (40, 1), (56, 8))]
     prompts += [prompts[9], prompts[9][:63]]
     kinds: list[dict] = [
@@ -111,15 +114,42 @@ def test_the_jobs_are_worth_running(name: str, alone: Callable) -> None:
     assert len({tuple(ids) for choices in results for ids, *_ in choices}) > 16
 
 
-@pytest.mark.parametrize("prefix_caching", [False, True])
-@pytest.mark.parametrize(("batch", "chunk"), [(16, 512), (16, 16), (4, 512), (4, 16), (4, 1), (1, 16), (1, 1)])
+@pytest.mark.parametrize(
+    ("batch", "chunk", "prefix_caching"),
+    [
+        (16, 512, False), (16, 512, True), (16, 16, False), (16, 16, True), (16, 1, False),
+        (4, 512, True), (4, 16, False), (4, 1, True), (1, 512, True), (1, 16, True), (1, 1, False),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("name", MODELS)
 def test_batches_and_chunks(
     name: str, batch: int, chunk: int, prefix_caching: bool, folder: Callable[[str], Path], alone: Callable
 ) -> None:
-    few = slice(0, 16) if chunk > 1 else slice(3, 16, 3)  # one row per step is slow
+    few = slice(0, 16) if chunk > 1 and batch > 1 else slice(1, 10, 4)  # few rows per step are slow
     llm = load(folder(name), max_num_seqs=batch, max_num_batched_tokens=chunk, prefix_caching=prefix_caching)
     assert everything(llm, jobs()[few]) == alone(name)[few]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_two_threads(name: str, folder: Callable[[str], Path]) -> None:
+    """The promise holds for any number of threads, although libraries split their sums by it."""
+    some = [(tokens(n, n), SamplingParams(max_tokens=5, seed=n, logprobs=5)) for n in (9, 30, 44)]
+    try:
+        alone = load(folder(name), max_num_seqs=1, num_threads=2)
+        expected = [everything(alone, [job])[0] for job in some]
+        assert torch.get_num_threads() == 2
+        assert everything(load(folder(name), max_num_batched_tokens=50, num_threads=2), some) == expected
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_nothing_reads_unwritten_or_stale_cache(name: str, folder: Callable[[str], Path], alone: Callable) -> None:
+    """Every cache slot holds NaN before the run, so a single one that is read would show."""
+    llm = load(folder(name), max_num_batched_tokens=50)
+    for _ in range(2):
+        llm.engine.runner.cache.fill(float("nan"))
+        assert everything(llm, jobs()[::2]) == alone(name)[::2]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -130,34 +160,50 @@ def test_order_of_requests(name: str, folder: Callable[[str], Path], alone: Call
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_warm_prefix_cache(name: str, folder: Callable[[str], Path], alone: Callable) -> None:
-    """The second and third run find blocks of the first, of prompts and of answers, and change nothing."""
+    """A second run finds blocks of the first one, a third run those of its answers too; nothing changes."""
     llm = load(folder(name), max_num_seqs=8, max_num_batched_tokens=64, prefix_caching=True)
     stats = llm.engine.scheduler.stats
-    for run in range(3):
+    for run in range(2):
         before = stats.prefix_hit_tokens
         assert everything(llm, jobs()) == alone(name)
         if run:
             assert stats.prefix_hit_tokens > before + 300
-    continued = [(p + ids[:-1], s) for (p, s), [(ids, *_), *_] in zip(jobs(), alone(name), strict=True) if s.n == 1]
+    continued = [
+        (prompt + ids[:-1], SamplingParams(max_tokens=4, seed=8, logprobs=5))
+        for (prompt, params), [(ids, *_), *_] in zip(jobs(), alone(name), strict=True)
+        if params.n == 1
+    ]
     cold = load(folder(name), max_num_seqs=8, max_num_batched_tokens=64)
     before = stats.prefix_hit_tokens
     assert everything(llm, continued) == everything(cold, continued)
     assert stats.prefix_hit_tokens > before + 300
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_equal_blocks_after_different_beginnings(name: str, folder: Callable[[str], Path]) -> None:
+    """Cached blocks are those of a beginning, not of equal tokens at another place or after other tokens."""
+    warm, cold = (load(folder(name), prefix_caching=caching) for caching in (True, False))
+    size = warm.engine.caches.block_size
+    a, b, c = (tokens(size, seed) for seed in (1, 2, 3))
+    prompts = [a + b + c, b + c + [1], c + b + [1], a + c + [1], a + b + b, b + b + [1], a + b + c]
+    params = SamplingParams(max_tokens=3, seed=1, logprobs=5)
+    for prompt in prompts:
+        assert everything(warm, [(prompt, params)]) == everything(cold, [(prompt, params)])
+
+
 @pytest.mark.parametrize("prefix_caching", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_preemption(name: str, prefix_caching: bool, folder: Callable[[str], Path], alone: Callable) -> None:
-    """Blocks for little more than two requests: the others are thrown out and computed again."""
+    """Blocks for the longest request and little more: the others are thrown out and computed again."""
     size = load(folder(name)).engine.caches.block_size
-    blocks = 240 // size + 2
+    blocks = 340 // size + 2
     llm = load(
-        folder(name), num_blocks=blocks, max_model_len=150, max_num_batched_tokens=64, prefix_caching=prefix_caching
+        folder(name), num_blocks=blocks, max_model_len=320, max_num_batched_tokens=64, prefix_caching=prefix_caching
     )
     assert everything(llm, jobs()) == alone(name)
     assert llm.engine.scheduler.stats.preemptions > 3
     llm.engine.scheduler.check()
-    assert everything(llm, jobs()) == alone(name)
+    assert everything(llm, jobs()[::5]) == alone(name)[::5]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -182,7 +228,7 @@ def test_prompt_log_probabilities_survive(name: str, folder: Callable[[str], Pat
     assert prompt_entries(tight) == expected
     assert tight.engine.scheduler.stats.preemptions > 0
     warm = load(folder(name), prefix_caching=True)
-    everything(warm, [(prompt, SamplingParams(max_tokens=2, seed=1)) for prompt, _ in some])
+    everything(warm, [(prompt, SamplingParams(max_tokens=2, seed=1, logprobs=0)) for prompt, _ in some])
     assert prompt_entries(warm) == expected
 
 
@@ -225,5 +271,3 @@ def test_block_size_is_a_detail(name: str, folder: Callable[[str], Path]) -> Non
         for size in (8, 16, 64)
     ]
     assert results[0] == results[1] == results[2]
-
-

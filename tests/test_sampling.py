@@ -32,7 +32,7 @@ def random_row(rng: random.Random) -> Row:
 
     tokens = rng.choices(range(VOCAB), k=rng.randrange(12)), rng.choices(range(VOCAB // 3), k=rng.randrange(20))
     bias = {t: rng.uniform(-9, 9) for t in rng.sample(range(VOCAB), k=rng.randrange(5))}
-    bans = {t: NEVER for t in rng.sample(range(VOCAB), k=rng.randrange(4))}
+    bans = dict.fromkeys(rng.sample(range(VOCAB), k=rng.randrange(4)), NEVER)
     return Row(
         temperature=maybe(rng.uniform(0.1, 3), 1.0),
         top_k=int(maybe(rng.randrange(1, VOCAB + 5), 0)),

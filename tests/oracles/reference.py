@@ -1,4 +1,4 @@
-"""The models as another library computes them, in float32, with the published selection rule where that library has none.
+"""The models as another library computes them, in float32, with the published selection rule where it has none.
 
 Loading goes through the library's own mapping of hub names, so a wrong name in a tiny checkpoint cannot cancel out.
 Two things differ from the library on purpose, because engines must agree on them and the papers fix them:
@@ -62,7 +62,7 @@ def dsa_index(
     position_ids: Tensor,
     cache: Any = None,
 ) -> Tensor:
-    """The lightning indexer: sum over heads of weight x relu(q . k), the best `index_topk` tokens. [B, S, topk] int32."""
+    """The lightning indexer: sum over heads of weight x relu(q . k), best `index_topk` tokens. [B, S, topk] int32."""
     flaws: frozenset[str] = self.flaws
     batch, rows, _ = hidden_states.shape
     cos, sin = half_angles(position_embeddings)

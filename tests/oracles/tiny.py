@@ -17,7 +17,7 @@ from torch import Tensor
 
 VOCAB = 128
 EOS = 127
-CONTEXT = 256
+CONTEXT = 640
 Config = dict[str, Any]
 Tensors = dict[str, Tensor]
 
@@ -188,7 +188,7 @@ def m3_flat() -> Tiny:
 
 
 def m3_mixed() -> Tiny:
-    """Sparse attention and MoE in different layers, two local blocks, other widths and constants; float32 throughout."""
+    """Sparse attention and MoE in different layers, two local blocks, other widths and constants; all float32."""
     text = m3_text_config(
         moe_layer_freq=[1, 0, 1, 0], shared_intermediate_size=40, swiglu_alpha=1.3, rms_norm_eps=1e-5,
         routed_scaling_factor=1.5, num_experts_per_tok=3, num_attention_heads=6,
@@ -209,7 +209,7 @@ def m3_init() -> Tiny:
 def dsa_config() -> Config:
     """DeepSeek-V3.2's flat config with YaRN, group-limited routing and one MTP layer."""
     yarn = {
-        "type": "yarn", "factor": 4, "original_max_position_embeddings": 64, "beta_fast": 32, "beta_slow": 1,
+        "type": "yarn", "factor": 10, "original_max_position_embeddings": 64, "beta_fast": 32, "beta_slow": 1,
         "mscale": 1.0, "mscale_all_dim": 1.0,
     }  # fmt: skip
     return {
