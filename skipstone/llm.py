@@ -221,7 +221,7 @@ class LLM:
 
     def _stream(self, session: Session) -> Iterator[StreamEvent]:
         self._submit([session])
-        session.inbox = inbox = deque()  # another stream's turn may run the step that brings this one's events
+        session.inbox = inbox = deque[StreamEvent]()  # another stream's turn may run the step that brings this one's events
         try:
             while inbox or not session.finished:
                 if not inbox:

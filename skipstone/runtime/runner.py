@@ -9,10 +9,15 @@ from skipstone.attention.backend import Backends
 from skipstone.core.kv_cache import KVCache
 from skipstone.core.plan import StepOutput, StepPlan, StepResult
 from skipstone.core.request import TokenLogprobs
+from skipstone.kernels.reference.gemm import cpu_threads
 from skipstone.kernels.reference.sampling import sample, token_logprobs
 from skipstone.models.base import CausalLM
 from skipstone.registry import ATTENTION
 from skipstone.runtime.batch_builder import LogitRow, build_rows, sampling_rows
+
+# Steps of less work than this (rows x bytes of weights) run on one thread: their operations are so short that waking
+# a second thread costs more than it saves, and far more where other programs keep the cores busy.
+ONE_THREAD_BYTES = 4 * 64e6
 
 
 class StepHandle:
@@ -32,6 +37,7 @@ class ModelRunner:
     def __init__(self, model: CausalLM, num_blocks: int, block_size: int, dtype: torch.dtype, exact: bool) -> None:
         self.model = model
         self.block_size = block_size
+        self.weight_bytes = sum(weight.nbytes for weight in model.parameters())
         specs = model.cache_specs()
         self.cache = KVCache(specs, num_blocks, block_size, dtype, torch.device("cpu"))
         names = sorted({spec.backend for spec in specs})
@@ -40,9 +46,13 @@ class ModelRunner:
             name: ATTENTION.load(name)(config.softmax_scale, exact, config.sparse) for name in names
         }
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepHandle:
         """Run the plan's rows and sample the rows that yield tokens."""
+        small = plan.num_rows * self.weight_bytes <= ONE_THREAD_BYTES
+        with torch.inference_mode(), cpu_threads(1 if small else torch.get_num_threads()):
+            return self._execute(plan)
+
+    def _execute(self, plan: StepPlan) -> StepHandle:
         rows = build_rows(plan, self.block_size)
         for backend in self.backends.values():
             backend.plan(rows.batch)

@@ -11,6 +11,8 @@ take with [out, in] (34 against 68 us for 256 x 320 on AVX2), as BLAS streams th
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -25,11 +27,25 @@ class InexactMatmulError(RuntimeError):
     """No row count up to LARGEST_PROBED agrees with larger ones: this BLAS cannot serve exact mode."""
 
 
+@contextmanager
+def cpu_threads(count: int) -> Iterator[None]:
+    """Run a block on `count` threads."""
+    before = torch.get_num_threads()
+    if before != count:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        if before != count:
+            torch.set_num_threads(before)
+
+
 @cache
 def padded_rows(k: int, n: int, dtype: torch.dtype, batched: bool, threads: int) -> tuple[int, ...]:
     """For each row count 0..LARGEST_PROBED the count to pad to, for a [rows, k] x [k, n] product.
 
-    `batched` probes torch.bmm, else torch.mm. `threads` is part of the key, as BLAS splits work by it.
+    `batched` probes torch.bmm, else torch.mm. BLAS splits work by threads, so the products on `threads` threads must
+    also equal those on one, which small steps use.
     """
     generator = torch.Generator().manual_seed(k * 1_000_003 + n)
     many = max(LARGE_SAMPLES)
@@ -41,11 +57,17 @@ def padded_rows(k: int, n: int, dtype: torch.dtype, batched: bool, threads: int)
             return torch.bmm(rows[None].expand(2, -1, -1), weight[None].expand(2, -1, -1))[0]
         return torch.mm(rows, weight)
 
-    expected = product(x)
+    with cpu_threads(1):
+        expected = product(x)
 
     def agrees(count: int) -> bool:
         starts = {0, 1, min(5, many - count), many - count}
-        return all(torch.equal(product(x[s : s + count].contiguous()), expected[s : s + count]) for s in starts)
+        rows = [(s, x[s : s + count].contiguous()) for s in starts]
+        equal = True
+        for used in {1, threads}:
+            with cpu_threads(used):
+                equal = equal and all(torch.equal(product(part), expected[s : s + count]) for s, part in rows)
+        return equal
 
     good = [count for count in range(1, LARGEST_PROBED + 1) if agrees(count)]
     if LARGEST_PROBED not in good or not all(agrees(count) for count in LARGE_SAMPLES):
@@ -81,15 +103,20 @@ def packed_linear(x: Tensor, packed: Tensor) -> Tensor:
 
 @cache
 def packing_is_exact(n: int, k: int, dtype: torch.dtype, threads: int) -> bool:
-    """Whether oneDNN's packed product exists here and gives a row the same bits for every number of rows."""
+    """Whether oneDNN's packed product exists here and gives a row the same bits for any number of rows and threads."""
     if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
         return False
     generator = torch.Generator().manual_seed(n + k)
     x = torch.randn(max(LARGE_SAMPLES), k, generator=generator).to(dtype)
     packed = pack_weight(torch.randn(n, k, generator=generator).to(dtype))
-    expected = packed_linear(x, packed)
-    counts = (*range(1, LARGEST_PROBED + 1), *LARGE_SAMPLES)
-    return all(torch.equal(packed_linear(x[-count:].contiguous(), packed), expected[-count:]) for count in counts)
+    with cpu_threads(1):
+        expected = packed_linear(x, packed)
+    for used in {1, threads}:
+        with cpu_threads(used):
+            for count in (*range(1, LARGEST_PROBED + 1), *LARGE_SAMPLES):
+                if not torch.equal(packed_linear(x[-count:].contiguous(), packed), expected[-count:]):
+                    return False
+    return True
 
 
 def bmm(a: Tensor, b: Tensor, exact: bool) -> Tensor:
