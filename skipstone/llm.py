@@ -221,7 +221,8 @@ class LLM:
 
     def _stream(self, session: Session) -> Iterator[StreamEvent]:
         self._submit([session])
-        session.inbox = inbox = deque[StreamEvent]()  # another stream's turn may run the step that brings this one's events
+        inbox: deque[StreamEvent] = deque()
+        session.inbox = inbox  # another stream's turn may run the step that brings this one's events
         try:
             while inbox or not session.finished:
                 if not inbox:
