@@ -88,6 +88,8 @@ class LLM:
         One SamplingParams serves all prompts, or give one each. Raises RequestError for a bad prompt or parameter,
         before anything runs.
         """
+        if not isinstance(prompts, (str, Sequence)):
+            raise RequestError(f"prompts must be texts or lists of token ids, not {prompts!r:.60}")
         single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         items: list[Any] = [prompts] if single else list(prompts)
         each = self._params_for(params, len(items))
@@ -170,7 +172,7 @@ class LLM:
             if self.tokenizer is None:
                 raise RequestError(f"{self.folder.name} has no tokenizer.json, so prompts must be token ids, not text")
             return self._make_session(prompt, self.tokenizer.encode(prompt), params)
-        if not all(isinstance(token, int) for token in prompt):
+        if not isinstance(prompt, (list, tuple)) or not all(isinstance(token, int) for token in prompt):
             raise RequestError(f"a prompt must be a text or a list of token ids, not {prompt!r:.60}")
         return self._make_session(None, list(prompt), params)
 

@@ -65,6 +65,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def validate(self, vocab_size: int) -> None:
         """Raise RequestError naming the first bad field, its value and what is allowed."""
+        self._check_types()
         for name, ok, allowed in _range_checks(self):
             if not ok:
                 raise RequestError(f"{name}={getattr(self, name)!r} is out of range; it must be {allowed}")
@@ -83,6 +84,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise RequestError(
                 f"min_tokens={self.min_tokens} is larger than max_tokens={self.max_tokens}; raise max_tokens"
             )
+
+    def _check_types(self) -> None:
+        """A struct made in Python holds whatever it was given; hold it to the annotations, as decoded JSON is."""
+        try:
+            msgspec.convert({name: getattr(self, name) for name in self.__struct_fields__}, SamplingParams)
+        except msgspec.ValidationError as error:
+            text, _, path = str(error).partition(" - at `$.")
+            name = path.rstrip("`").split("[")[0]
+            raise RequestError(f"{name}={getattr(self, name, None)!r} has the wrong type: {text}") from None
 
 
 def _range_checks(params: SamplingParams) -> list[tuple[str, bool, str]]:

@@ -125,4 +125,4 @@ def bmm(a: Tensor, b: Tensor, exact: bool) -> Tensor:
     extra = _pad_count(rows, a.shape[2], b.shape[2], a.dtype, batched=True) if exact else 0
     if not extra:
         return torch.bmm(a, b)
-    return torch.bmm(F.pad(a, (0, 0, 0, extra)), b)[:, :rows]
+    return torch.bmm(F.pad(a, (0, 0, 0, extra)), b)[:, :rows].contiguous()

@@ -12,8 +12,6 @@ from torch import Tensor
 from skipstone.core.batch import PAD
 
 LOWEST = torch.finfo(torch.float32).min
-FORCED_INIT = 1e30
-FORCED_LOCAL = 1e29  # given after FORCED_INIT: a block that is both counts as local, as in the model's own kernels
 
 
 def select_blocks(scores: Tensor, positions: Tensor, unit: int, budget: int, init: int, local: int) -> Tensor:
@@ -25,11 +23,8 @@ def select_blocks(scores: Tensor, positions: Tensor, unit: int, budget: int, ini
     """
     visible_blocks = (torch.div(positions, unit, rounding_mode="floor") + 1)[:, :, None, None]  # [R, n, 1, 1]
     block = torch.arange(scores.shape[-1], device=scores.device)
-    scores = _rankable(scores)
-    if init:
-        scores = scores.masked_fill(block < init, FORCED_INIT)
-    if local:
-        scores = scores.masked_fill(block >= (visible_blocks - local).clamp(min=0), FORCED_LOCAL)
+    forced = (block < init) | (block >= visible_blocks - local)
+    scores = _rankable(scores).masked_fill(forced, torch.inf)  # above every score, which are finite by now
     return _pick(scores.masked_fill(block >= visible_blocks, -torch.inf), budget)
 
 
