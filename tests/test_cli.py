@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from damage import BAD_CHECKPOINTS, change, truncate
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 
@@ -116,50 +118,6 @@ class TestStart:
         assert run("generate", "--print-config").out.startswith("# model: not given\n")
 
 
-def change(model: Path, target: Path, edit: Callable[[Path], object]) -> Path:
-    """A copy of a checkpoint with one thing wrong."""
-    shutil.copytree(model, target)
-    edit(target)
-    return target
-
-
-def edit_config(**keys: Any) -> Callable[[Path], object]:
-    """Change keys of text_config, or remove those that are None."""
-
-    def edit(folder: Path) -> None:
-        config = json.loads((folder / "config.json").read_text())
-        for key, value in keys.items():
-            place = config if key == "architectures" else config["text_config"]
-            place[key] = value
-            if value is None:
-                del place[key]
-        (folder / "config.json").write_text(json.dumps(config))
-
-    return edit
-
-
-def truncate(folder: Path) -> None:
-    shard = sorted(folder.glob("*.safetensors"))[0]
-    os.truncate(shard, shard.stat().st_size - 100)
-
-
-def remove_config(folder: Path) -> None:
-    (folder / "config.json").unlink()
-
-
-def remove_shard(folder: Path) -> None:
-    sorted(folder.glob("*.safetensors"))[1].unlink()
-
-
-BAD_CHECKPOINTS = {
-    "no config": (remove_config, ["has no config.json"]),
-    "unknown architecture": (edit_config(architectures=["QwenFoo"]), ["QwenFoo", "is not supported", "Known: "]),
-    "missing key": (edit_config(head_dim=None), ["head_dim", "is missing"]),
-    "absurd value": (edit_config(head_dim=-3), ["head_dim=-3", "must be a whole number of at least 1"]),
-    "missing shard": (remove_shard, [".safetensors", "missing"]),
-    "truncated shard": (truncate, [".safetensors", "truncated", "download it again"]),
-    "no JSON": (lambda folder: (folder / "config.json").write_text("{"), ["config.json", "not valid JSON"]),
-}
 BAD_REQUESTS = {
     "no prompt": ([], ["no prompt given", "-p TEXT"]),
     "empty prompt": (["-p", ""], ["-p: the prompt is empty"]),
@@ -392,13 +350,25 @@ class TestInterrupt:
         assert program.stderr.read().split() == ["interrupted"]
 
 
-def test_a_progress_bar_does_not_mix_with_results(model: Path) -> None:
+def read_terminal(master: int) -> bytes:
+    """All that is written to a terminal until the other side closes it. Unread, it would block the writer."""
+    seen = b""
+    with contextlib.suppress(OSError):  # how Linux reports that the other side has closed
+        while chunk := os.read(master, 65536):
+            seen += chunk
+    os.close(master)
+    return seen
+
+
+def test_a_progress_bar_does_not_mix_with_results(model: Path, tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
-    arguments = [str(model), "-p", "abc", "-p", "def", "--max-tokens", "2", "--json", "-"]
-    done = subprocess.run([*SKIPSTONE, "generate", *arguments], cwd=ROOT, stdout=-1, stderr=theirs, text=True)
+    arguments = [*SKIPSTONE, "generate", str(model), "-p", "abc", "-p", "def", "--max-tokens", "2", "--json", "-"]
+    with (tmp_path / "out").open("wb") as results:
+        program = subprocess.Popen(arguments, cwd=ROOT, stdout=results, stderr=theirs)
     os.close(theirs)
-    os.close(ours)
-    assert [json.loads(line)["id"] for line in done.stdout.splitlines()] == ["0", "1"]
+    assert b"sampling: " in read_terminal(ours)
+    assert program.wait(60) == 0
+    assert [json.loads(line)["id"] for line in (tmp_path / "out").read_text().splitlines()] == ["0", "1"]
 
 
 def test_a_terminal_gets_a_table_and_a_stream(model: Path) -> None:
@@ -407,12 +377,6 @@ def test_a_terminal_gets_a_table_and_a_stream(model: Path) -> None:
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "120"}
     program = subprocess.Popen([*SKIPSTONE, *arguments], cwd=ROOT, stdout=theirs, stderr=theirs, env=environment)
     os.close(theirs)
-    seen = b""
-    try:
-        while chunk := os.read(ours, 65536):
-            seen += chunk
-    except OSError:  # how Linux reports that the other side of a terminal has closed
-        pass
+    shown = read_terminal(ours).decode()
     assert program.wait(60) == 0
-    shown = seen.decode()
     assert "│ model" in shown and "sampling: temperature=0.0 (--temperature)" in shown
