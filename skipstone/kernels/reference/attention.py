@@ -16,7 +16,7 @@ from torch import Tensor
 from skipstone.core.batch import PAD, ZERO_BLOCK, Span
 from skipstone.kernels.reference.gemm import bmm
 
-KEY_TILE = 256
+KEY_TILE = 128
 LOWEST = torch.finfo(torch.float32).min
 
 
