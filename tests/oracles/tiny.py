@@ -215,7 +215,7 @@ def dsa_config() -> Config:
     return {
         "architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", "torch_dtype": "bfloat16",
         "bos_token_id": 0, "eos_token_id": EOS, "hidden_size": 64, "num_hidden_layers": 4,
-        "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": VOCAB, "intermediate_size": 96,
+        "num_attention_heads": 6, "num_key_value_heads": 6, "vocab_size": VOCAB, "intermediate_size": 96,
         "moe_intermediate_size": 24, "first_k_dense_replace": 1, "moe_layer_freq": 1, "n_routed_experts": 16,
         "n_shared_experts": 1, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2,
         "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True,
