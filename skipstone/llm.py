@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import msgspec
 import torch
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from skipstone.config import EngineConfig, make_config
@@ -23,6 +24,7 @@ from skipstone.session import Choice, Session
 
 Prompt = str | list[int]
 Messages = Sequence[dict[str, Any]]
+Stream = Generator[StreamEvent, None, None]
 SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -46,6 +48,8 @@ class LLM:
     @property
     def default_params(self) -> dict[str, Any]:
         """Sampling defaults of the checkpoint's generation_config.json."""
+        if self._generation.get("do_sample") is False:
+            return {"temperature": 0.0}
         return {key: self._generation[key] for key in SAMPLING_KEYS if self._generation.get(key) is not None}
 
     @property
@@ -99,11 +103,11 @@ class LLM:
         """Answer a conversation, [{"role": ..., "content": ...}, ...], by the model's chat template."""
         return self._run([self._chat_session(messages, params)], progress=False)[0]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamEvent]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Stream:
         """Complete one prompt, text as it comes. Closing the iterator aborts the request."""
         return self._stream(self._session(prompt, self._params_for(params, 1)[0]))
 
-    def stream_chat(self, messages: Messages, params: SamplingParams | None = None) -> Iterator[StreamEvent]:
+    def stream_chat(self, messages: Messages, params: SamplingParams | None = None) -> Stream:
         """Answer a conversation, text as it comes."""
         return self._stream(self._chat_session(messages, params))
 
@@ -209,7 +213,9 @@ class LLM:
     def _run(self, sessions: list[Session], progress: bool) -> list[RequestOutput]:
         self._submit(sessions)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        bar = Progress(*columns, disable=not progress or len(sessions) < 2, transient=True)
+        bar = Progress(
+            *columns, console=Console(stderr=True), disable=not progress or len(sessions) < 2, transient=True
+        )
         try:
             with bar:
                 task = bar.add_task("generating", total=len(sessions))
@@ -221,7 +227,7 @@ class LLM:
             raise
         return [session.output() for session in sessions]
 
-    def _stream(self, session: Session) -> Iterator[StreamEvent]:
+    def _stream(self, session: Session) -> Stream:
         self._submit([session])
         inbox: deque[StreamEvent] = deque()
         session.inbox = inbox  # another stream's turn may run the step that brings this one's events

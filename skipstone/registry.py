@@ -21,7 +21,7 @@ class Registry:
         if name not in self.entries:
             known = ", ".join(sorted(self.entries))
             near = difflib.get_close_matches(name, self.entries, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = f"; did you mean {near[0]}?" if near else "."
             raise UnsupportedError(f"{self.kind} {name!r} is not supported{hint} Known: {known}")
         module, attribute = self.entries[name].split(":")
         return getattr(importlib.import_module(f"skipstone.{module}"), attribute)

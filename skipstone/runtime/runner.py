@@ -16,8 +16,8 @@ from skipstone.registry import ATTENTION
 from skipstone.runtime.batch_builder import LogitRow, build_rows, sampling_rows
 
 # Steps of less work than this (rows x bytes of weights) run on one thread: their operations are so short that a second
-# one gains at most a fifth, and costs a hundredfold where other programs keep the cores busy (2.2 s against 22 ms for 16
-# rows of a demo, 2 cores).
+# one gains at most a fifth, and costs a hundredfold where other programs keep the cores busy (2.2 s against 22 ms for
+# 16 rows of a demo, 2 cores).
 ONE_THREAD_BYTES = 1e9
 
 

@@ -57,6 +57,8 @@ class Scheduler:
                 scheduled.append(item)
                 budget -= item.query_len
                 index += 1
+            elif item.num_drafts:
+                item.request.drafts.clear()  # cheaper to lose than another request's computed tokens
             elif self._preempt_youngest() is item.request:
                 break
         if self.stats.preemptions == preempted:
@@ -83,6 +85,8 @@ class Scheduler:
 
     def _plan_rows(self, request: Request, budget: int) -> ScheduledRequest:
         committed = len(request.token_ids) - request.num_computed_tokens
+        # A draft past the length limit could never be kept, and its blocks may not exist.
+        del request.drafts[max(request.max_total_tokens - len(request.token_ids) - 1, 0) :]
         query_len = min(committed + len(request.drafts), budget)
         drafts = max(query_len - committed, 0)
         return ScheduledRequest(request, request.epoch, request.num_computed_tokens, query_len, drafts)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from skipstone.config import EngineConfig
 from skipstone.core.request import SamplingParams
@@ -21,7 +21,6 @@ from skipstone.serve.cli_prompts import read_vocab_size
 
 if TYPE_CHECKING:
     from skipstone.llm import LLM
-    from skipstone.outputs import StreamEvent
 
 HELP = """/reset  forget the conversation
 /exit   leave (so does Ctrl-D)
@@ -75,7 +74,7 @@ class Conversation:
         remark = None
         with self.interrupts.watched():
             # Closing the stream aborts what is left of the request.
-            events = cast("Generator[StreamEvent]", self.llm.stream_chat(messages, self.params))
+            events = self.llm.stream_chat(messages, self.params)
             with closing(events):
                 for event in events:
                     answer += event.text

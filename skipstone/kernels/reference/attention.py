@@ -140,7 +140,7 @@ def block_sparse_attention(
     key_set = torch.arange(rows * kv_heads, device=q.device)
     v[key_set, keys.tail] = v[key_set, keys.tail].masked_fill_(keys.tail_hidden, 0)
     queries = q.reshape(rows * kv_heads, heads // kv_heads, width)
-    return _attend(queries, k, v.flatten(1, 2), keys.hidden, scale, exact).view(rows, heads, width)
+    return _attend(queries, k, v.flatten(1, 2), keys.hidden, scale, exact).reshape(rows, heads, width)
 
 
 def token_sparse_attention(

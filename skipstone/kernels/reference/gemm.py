@@ -108,7 +108,10 @@ def packing_is_exact(n: int, k: int, dtype: torch.dtype, threads: int) -> bool:
         return False
     generator = torch.Generator().manual_seed(n + k)
     x = torch.randn(max(LARGE_SAMPLES), k, generator=generator).to(dtype)
-    packed = pack_weight(torch.randn(n, k, generator=generator).to(dtype))
+    try:
+        packed = pack_weight(torch.randn(n, k, generator=generator).to(dtype))
+    except RuntimeError:  # oneDNN has no such product for this dtype on this CPU
+        return False
     with cpu_threads(1):
         expected = packed_linear(x, packed)
     for used in {1, threads}:
