@@ -130,15 +130,18 @@ def test_batches_and_chunks(
     assert everything(llm, jobs()[few]) == alone(name)[few]
 
 
+@pytest.mark.parametrize(("dtype", "threads"), [("float32", 2), ("bfloat16", 1), ("bfloat16", 2)])
 @pytest.mark.parametrize("name", MODELS)
-def test_two_threads(name: str, folder: Callable[[str], Path]) -> None:
-    """The promise holds for any number of threads, although libraries split their sums by it."""
+def test_dtypes_and_threads(name: str, dtype: str, threads: int, folder: Callable[[str], Path]) -> None:
+    """The promise holds for any number of threads, although libraries split their sums by it, and in bfloat16."""
     some = [(tokens(n, n), SamplingParams(max_tokens=5, seed=n, logprobs=5)) for n in (9, 30, 44)]
+    options = {"dtype": dtype, "num_threads": threads}
     try:
-        alone = load(folder(name), max_num_seqs=1, num_threads=2)
+        alone = load(folder(name), max_num_seqs=1, **options)
         expected = [everything(alone, [job])[0] for job in some]
-        assert torch.get_num_threads() == 2
-        assert everything(load(folder(name), max_num_batched_tokens=50, num_threads=2), some) == expected
+        assert torch.get_num_threads() == threads
+        assert everything(load(folder(name), max_num_batched_tokens=50, **options), some) == expected
+        assert everything(load(folder(name), max_num_batched_tokens=7, **options), some) == expected
     finally:
         torch.set_num_threads(1)
 
