@@ -41,6 +41,8 @@ ATTENTION = Registry(
     {
         "dense": "attention.dense:DenseBackend",
         "msa": "attention.msa:BlockSparseBackend",
+        "msa_index": "attention.msa:BlockIndexBackend",
         "dsa": "attention.dsa:TokenSparseBackend",
+        "dsa_index": "attention.dsa:TokenIndexBackend",
     },
 )

@@ -1,14 +1,26 @@
-"""The contract between models and attention kernels: plan once per step, then write, select and run once per layer."""
+"""The contract between models and attention kernels: plan once per step and cache group, then write, select and run.
+
+A layer's caches form one or two groups: what attention reads (K/V or latents), and index keys. Every group has its own
+kind of metadata; `AttentionGroups.plan` builds each once per step and hands it out per layer. Draft layers use the same
+contract with groups of their own.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from skipstone.core.batch import Batch, Selection
-from skipstone.core.kv_cache import KVCache
+from skipstone.core.kv_cache import CacheSpec, KVCache
+from skipstone.errors import UnsupportedError
 from skipstone.kernels.reference.kv_store import store
+from skipstone.registry import ATTENTION
+
+# What a proposer's loop may ask of a group's metadata. "advance": follow a request row by row through the draft steps.
+# "in_block": rows of one request see each other in both directions (block diffusion).
+Feature = Literal["advance", "in_block"]
 
 
 class CacheRows(NamedTuple):
@@ -38,28 +50,108 @@ class SparseSettings(NamedTuple):
     value_width: int = 0
 
 
-class AttentionBackend(Protocol):
-    """One kind of attention. `scale` is the softmax scale; bits of a row never depend on other rows when `exact`."""
+class GroupBackend(Protocol):
+    """One kind of cache group. Keeps nothing of a step: what a step needs is in the metadata that `plan` returns."""
 
-    def plan(self, batch: Batch) -> None:
-        """Build this step's metadata. Called once per step, before any layer."""
+    features: ClassVar[frozenset[Feature]]
 
-    def write(self, layer: int, rows: CacheRows, cache: KVCache) -> None:
-        """Store the rows' keys and values in the layer's caches, at the batch's slots."""
-
-    def select(self, layer: int, index: IndexQuery, cache: KVCache) -> Selection:
-        """Choose the keys each row reads. Not called by dense layers."""
-
-    def run(self, layer: int, q: Tensor, selection: Selection | None, cache: KVCache) -> Tensor:
-        """Attention output [T, heads, value width] of q [T, heads, width]."""
+    def plan(self, batch: Batch) -> Any:
+        """This step's metadata, a pure function of the batch."""
 
 
-Backends = dict[str, AttentionBackend]
+@runtime_checkable
+class AttentionBackend(GroupBackend, Protocol):
+    """Attention over one layer's keys and values; bits of a row never depend on other rows when exact."""
+
+    def run(self, metadata: Any, layer: int, q: Tensor, selection: Selection | None, cache: KVCache) -> Tensor:
+        """Attention output [T, heads, value width] of q [T, heads, width]; dense layers get no selection."""
 
 
-def store_rows(layer: int, rows: CacheRows, cache: KVCache, batch: Batch) -> None:
-    """Write whatever of `rows` is present; shared by every backend, as all caches have one layout."""
-    from_names = zip(("k", "v", "latent", "index_k"), rows, strict=True)
-    for name, values in from_names:
-        if values is not None:
-            store(values, cache.get(layer, name), batch.slot_block, batch.slot_offset)
+@runtime_checkable
+class IndexBackend(GroupBackend, Protocol):
+    """The choice of keys from one layer's index keys."""
+
+    def select(self, metadata: Any, layer: int, index: IndexQuery, cache: KVCache) -> Selection:
+        """The keys that each row reads."""
+
+
+class LayerAttention(NamedTuple):
+    """One layer's way to its caches in one step."""
+
+    layer: int
+    batch: Batch
+    cache: KVCache
+    attend: AttentionBackend
+    attend_metadata: Any
+    indexer: IndexBackend | None
+    indexer_metadata: Any
+
+    def write(self, rows: CacheRows) -> None:
+        """Store whatever of `rows` is present at the batch's slots; all caches have one layout."""
+        for name, values in zip(CacheRows._fields, rows, strict=True):
+            if values is not None:
+                store(values, self.cache.get(self.layer, name), self.batch.slot_block, self.batch.slot_offset)
+
+    def select(self, query: IndexQuery) -> Selection:
+        """The keys that each row reads. Only for layers with an indexer."""
+        assert self.indexer is not None
+        return self.indexer.select(self.indexer_metadata, self.layer, query, self.cache)
+
+    def run(self, q: Tensor, selection: Selection | None) -> Tensor:
+        """q [T, heads, width] -> [T, heads, value width]."""
+        return self.attend.run(self.attend_metadata, self.layer, q, selection, self.cache)
+
+
+class AttentionStep(NamedTuple):
+    """The metadata of one step: built once per group, handed out per layer."""
+
+    per_group: dict[str, Any]
+    per_layer: dict[int, LayerAttention]
+
+
+class AttentionGroups:
+    """The cache groups of one model, target or draft, and the backend of each."""
+
+    def __init__(
+        self, specs: list[CacheSpec], cache: KVCache, scale: float, sparse: SparseSettings | None, exact: bool
+    ) -> None:
+        self.cache = cache
+        names = {spec.group: spec.backend for spec in specs}
+        self.backends: dict[str, GroupBackend] = {
+            group: ATTENTION.load(name)(scale, exact, sparse) for group, name in names.items()
+        }
+        self.layers: dict[int, tuple[str, str | None]] = {}
+        for spec in specs:
+            attend, index = self.layers.get(spec.layer, ("", None))
+            is_index = isinstance(self.backends[spec.group], IndexBackend)
+            self.layers[spec.layer] = (attend, spec.group) if is_index else (spec.group, index)
+
+    def plan(self, batch: Batch) -> AttentionStep:
+        """Metadata of every group for the batch's rows."""
+        per_group = {group: backend.plan(batch) for group, backend in self.backends.items()}
+        per_layer = {}
+        for layer, (group, index_group) in self.layers.items():
+            attend = self.backends[group]
+            index = self.backends[index_group] if index_group else None
+            assert isinstance(attend, AttentionBackend)
+            assert index is None or isinstance(index, IndexBackend)
+            index_metadata = per_group[index_group] if index_group else None
+            per_layer[layer] = LayerAttention(layer, batch, self.cache, attend, per_group[group], index, index_metadata)
+        return AttentionStep(per_group, per_layer)
+
+
+def check_groups(specs: Iterable[CacheSpec], needed: Feature, proposer: str) -> None:
+    """Check every cache group of draft layers against what the proposer's loop does with its metadata.
+
+    Raises UnsupportedError that lists every group that cannot serve, its backend, and the backends that can; the
+    answer does not depend on the order of layers or groups.
+    """
+    names = {spec.group: spec.backend for spec in specs}
+    offending = sorted(g for g, name in names.items() if needed not in ATTENTION.load(name).features)
+    if offending:
+        able = ", ".join(sorted(name for name in ATTENTION.entries if needed in ATTENTION.load(name).features))
+        listed = "; ".join(f"group {group!r} with backend {names[group]!r}" for group in offending)
+        raise UnsupportedError(
+            f"proposer {proposer!r} needs attention metadata with {needed!r}, which is missing in {listed}; "
+            f"backends that have it: {able}. Use another proposer or spec=off"
+        )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
 import torch
 from torch import Tensor
 
-from skipstone.attention.backend import CacheRows, IndexQuery, SparseSettings, store_rows
+from skipstone.attention.backend import Feature, IndexQuery, SparseSettings
 from skipstone.core.batch import Batch, Selection
 from skipstone.core.kv_cache import KVCache
 from skipstone.kernels.reference.attention import SelectedKeys, block_sparse_attention, locate_blocks
@@ -13,52 +16,73 @@ from skipstone.kernels.reference.index_scores import block_scores
 from skipstone.kernels.reference.select import select_all, select_blocks
 
 
-class BlockSparseBackend:
-    """Each row and KV head attends to the `budget` blocks that its index head scores highest."""
+class BlockIndexMetadata(NamedTuple):
+    """`everything`: the selection that all layers share when every row sees no more blocks than it may select."""
 
     batch: Batch
+    everything: Selection | None
+
+
+@dataclass
+class SelectedBlocksMetadata:
+    """`located` remembers where the last selection's keys lie, as layers may share one selection."""
+
+    batch: Batch
+    located: tuple[Selection, SelectedKeys] | None = None
+
+
+class BlockIndexBackend:
+    """Each row and KV head chooses the `budget` blocks that its index head scores highest."""
+
+    features: ClassVar[frozenset[Feature]] = frozenset({"advance"})
+
+    def __init__(self, scale: float, exact: bool, settings: SparseSettings) -> None:
+        self.exact = exact
+        self.settings = settings
+
+    def plan(self, batch: Batch) -> BlockIndexMetadata:
+        """Everything is selected when all of it fits the budget."""
+        unit, budget, _, _, groups, _ = self.settings
+        everything = None
+        if batch.max_seq_len <= unit * budget:
+            everything = Selection(select_all(batch.positions[None], unit, groups, budget)[0], unit)
+        return BlockIndexMetadata(batch, everything)
+
+    def select(self, metadata: BlockIndexMetadata, layer: int, index: IndexQuery, cache: KVCache) -> Selection:
+        """Blocks of each row and KV head: indices [T, G, budget]."""
+        if metadata.everything is not None:
+            return metadata.everything
+        unit, budget, init, local, _, _ = self.settings
+        parts = []
+        for span in metadata.batch.spans:
+            scores = block_scores(index.q[span.rows], cache.get(layer, "index_k"), span, unit, self.exact)
+            parts.append(select_blocks(scores, span.positions, unit, budget, init, local).flatten(0, 1))
+        return Selection(parts[0] if len(parts) == 1 else torch.cat(parts), unit)
+
+
+class BlockSparseBackend:
+    """Attention of each row and KV head over its selected blocks."""
+
+    features: ClassVar[frozenset[Feature]] = frozenset({"advance"})
 
     def __init__(self, scale: float, exact: bool, settings: SparseSettings) -> None:
         self.scale = scale
         self.exact = exact
         self.settings = settings
 
-    def plan(self, batch: Batch) -> None:
-        """Keep the step's spans. When every row sees no more blocks than it may select, all layers share one answer."""
-        self.batch = batch
-        self._everything: Selection | None = None
-        unit, budget, _, _, groups, _ = self.settings
-        if batch.max_seq_len <= unit * budget:
-            self._everything = Selection(select_all(batch.positions[None], unit, groups, budget)[0], unit)
-        self._located: SelectedKeys | None = None
+    def plan(self, batch: Batch) -> SelectedBlocksMetadata:
+        """Keep the step's block tables."""
+        return SelectedBlocksMetadata(batch)
 
-    def write(self, layer: int, rows: CacheRows, cache: KVCache) -> None:
-        """Store k, v and index_k."""
-        store_rows(layer, rows, cache, self.batch)
-
-    def select(self, layer: int, index: IndexQuery, cache: KVCache) -> Selection:
-        """Blocks of each row and KV head: indices [T, G, budget]."""
-        if self._everything is not None:
-            return self._everything
-        unit, budget, init, local, _, _ = self.settings
-        parts = []
-        for span in self.batch.spans:
-            scores = block_scores(index.q[span.rows], cache.get(layer, "index_k"), span, unit, self.exact)
-            parts.append(select_blocks(scores, span.positions, unit, budget, init, local).flatten(0, 1))
-        return Selection(parts[0] if len(parts) == 1 else torch.cat(parts), unit)
-
-    def run(self, layer: int, q: Tensor, selection: Selection | None, cache: KVCache) -> Tensor:
+    def run(
+        self, metadata: SelectedBlocksMetadata, layer: int, q: Tensor, selection: Selection | None, cache: KVCache
+    ) -> Tensor:
         """q [T, H, D] -> [T, H, D] over the selected blocks."""
         assert selection is not None
         keys, values = cache.get(layer, "k"), cache.get(layer, "v")
-        located = self._locate(selection, cache.block_size)
-        return block_sparse_attention(q, keys, values, located, selection.unit, self.scale, self.exact)
-
-    def _locate(self, selection: Selection, block_size: int) -> SelectedKeys:
-        if selection is self._everything and self._located is not None:
-            return self._located
-        batch = self.batch
-        located = locate_blocks(selection.indices, selection.unit, batch.positions, batch.row_block_table, block_size)
-        if selection is self._everything:
-            self._located = located
-        return located
+        if metadata.located is None or metadata.located[0] is not selection:
+            batch = metadata.batch
+            table, size = batch.row_block_table, cache.block_size
+            located = locate_blocks(selection.indices, selection.unit, batch.positions, table, size)
+            metadata.located = (selection, located)
+        return block_sparse_attention(q, keys, values, metadata.located[1], selection.unit, self.scale, self.exact)

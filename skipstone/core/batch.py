@@ -6,9 +6,10 @@ and its drafts; nothing here says which. Requests of equal `query_len` stand nex
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 SPARE_BLOCK = 0  # padding rows write here; never read
@@ -23,9 +24,8 @@ class Span(NamedTuple):
     requests: slice
     rows: slice
     query_len: int
-    max_seq_len: int  # host integer, the longest of the span's sequences
-    positions: Tensor  # [R, query_len] int64
-    block_table: Tensor  # [R, ceil(max_seq_len / block_size)] int64
+    positions: Tensor  # [R, query_len] int64, the last position that each row sees: its own, unless rows see ahead
+    block_table: Tensor  # [R, blocks of the longest of the span's sequences] int64
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,24 @@ class Batch:
     logits_indices: Tensor  # [L] int64
     spans: list[Span]
     max_seq_len: int
+
+    def advanced(self, block_size: int) -> Batch:
+        """The batch of the next draft step: every request's one row moves to the next position.
+
+        The block tables must reach that far. Equals a batch that is built from scratch.
+        """
+        positions = self.positions + 1
+        block = self.row_block_table.gather(1, (positions // block_size)[:, None])[:, 0]
+        spans = [span._replace(positions=span.positions + 1) for span in self.spans]
+        return replace(
+            self,
+            positions=positions,
+            seq_lens=self.seq_lens + 1,
+            slot_block=torch.where(block == ZERO_BLOCK, SPARE_BLOCK, block),
+            slot_offset=positions % block_size,
+            spans=spans,
+            max_seq_len=self.max_seq_len + 1,
+        )
 
 
 class Selection(NamedTuple):

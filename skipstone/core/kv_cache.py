@@ -25,7 +25,7 @@ class CacheTensorSpec:
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """What one layer caches, and the attention backend that reads it."""
+    """One cache group of one layer: what it caches, and the attention backend that reads it."""
 
     layer: int
     group: str
@@ -47,10 +47,9 @@ class KVCache:
         self.num_blocks = num_blocks
         self.layers: dict[int, dict[str, Tensor]] = {}
         for spec in specs:
-            self.layers[spec.layer] = {
-                t.name: torch.zeros(num_blocks, t.heads, block_size, t.width, dtype=dtype, device=device)
-                for t in spec.tensors
-            }
+            tensors = self.layers.setdefault(spec.layer, {})
+            for t in spec.tensors:
+                tensors[t.name] = torch.zeros(num_blocks, t.heads, block_size, t.width, dtype=dtype, device=device)
 
     def get(self, layer: int, name: str) -> Tensor:
         """[num_blocks, heads, block_size, width] of one layer."""

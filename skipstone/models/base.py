@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from skipstone.attention.backend import Backends, SparseSettings
+from skipstone.attention.backend import AttentionStep, SparseSettings
 from skipstone.core.batch import Batch
-from skipstone.core.kv_cache import CacheSpec, KVCache
+from skipstone.core.kv_cache import CacheSpec
 from skipstone.errors import ConfigError
 
 
@@ -57,27 +57,15 @@ class Derives(Protocol):
         """Called once."""
 
 
-class CausalLM(nn.Module):
-    """A language model over paged caches. Subclasses are one file each and read like the paper."""
+class HiddenStates(NamedTuple):
+    """What a forward pass gives: states after the final norm, and the tapped ones in ascending order of layers."""
 
-    config: ModelConfig
+    final: Tensor  # [T, H]
+    taps: tuple[Tensor, ...] = ()  # each [T, H], the residual stream entering a layer
 
-    @staticmethod
-    def read_config(raw: dict[str, Any]) -> ModelConfig:
-        """Read and check config.json. Raises ConfigError naming a key that is missing or out of range."""
-        raise NotImplementedError
 
-    def cache_specs(self) -> list[CacheSpec]:
-        """One per layer: its cache group, tensors and attention backend."""
-        raise NotImplementedError
-
-    def forward(self, batch: Batch, cache: KVCache, backends: Backends) -> Tensor:
-        """Hidden states [T, H] after the final norm."""
-        raise NotImplementedError
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[L, H] -> [L, V] float32."""
-        raise NotImplementedError
+class WeightedModel(nn.Module):
+    """Whatever is filled from a checkpoint folder: a target model or a draft head."""
 
     def weight_slots(self) -> dict[str, Tensor]:
         """Hub tensor name -> the view of a parameter that it fills, each exactly once."""
@@ -92,6 +80,30 @@ class CausalLM(nn.Module):
         for module in self.modules():
             if module is not self and isinstance(module, Derives):
                 module.after_load()
+
+
+class CausalLM(WeightedModel):
+    """A language model over paged caches. Subclasses are one file each and read like the paper."""
+
+    config: ModelConfig
+    embed: Tensor  # [V, H]
+
+    @staticmethod
+    def read_config(raw: dict[str, Any]) -> ModelConfig:
+        """Read and check config.json. Raises ConfigError naming a key that is missing or out of range."""
+        raise NotImplementedError
+
+    def cache_specs(self) -> list[CacheSpec]:
+        """One or two per layer: each a cache group, its tensors and its attention backend."""
+        raise NotImplementedError
+
+    def forward(self, batch: Batch, attention: AttentionStep, taps: tuple[int, ...] = ()) -> HiddenStates:
+        """States of every row. `taps` lists layers whose input is wanted, ascending; num_layers is the last output."""
+        raise NotImplementedError
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[L, H] -> [L, V] float32."""
+        raise NotImplementedError
 
 
 class ConfigReader:

@@ -13,15 +13,15 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from skipstone.attention.backend import Backends, CacheRows, IndexQuery, SparseSettings
+from skipstone.attention.backend import AttentionStep, CacheRows, IndexQuery, SparseSettings
 from skipstone.core.batch import Batch
-from skipstone.core.kv_cache import CacheSpec, CacheTensorSpec, KVCache
+from skipstone.core.kv_cache import CacheSpec, CacheTensorSpec
 from skipstone.kernels.reference.gemm import bmm
 from skipstone.kernels.reference.pointwise import Rotary, rotate, silu_mul
 from skipstone.layers.feed_forward import GatedMLP, MixtureOfExperts, Router
 from skipstone.layers.linear import LayerNorm, Linear, OutputLinear, RMSNorm
 from skipstone.layers.rotary import RotaryTable, Yarn, rotary_table
-from skipstone.models.base import CausalLM, ConfigReader, empty_parameter
+from skipstone.models.base import CausalLM, ConfigReader, HiddenStates, empty_parameter
 
 INDEX_NORM_EPS = 1e-6
 
@@ -186,31 +186,31 @@ class Attention(nn.Module):
         self.o_proj = Linear(heads * config.value_dim, config.hidden_size, dtype, exact)
         self.indexer = LightningIndexer(config, exact)
 
-    def forward(self, x: Tensor, rotary: Rotaries, cache: KVCache, backends: Backends) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotaries, attention: AttentionStep) -> Tensor:
         """Normalised x [T, H] -> [T, H]."""
-        config, rows, backend = self.config, x.shape[0], backends["dsa"]
+        config, rows, attend = self.config, x.shape[0], attention.per_layer[self.layer]
         latent_q, latent, rope_k, index_k = self.in_proj(x).split(self.in_widths, dim=-1)
         q, index_q = self.q_up(self.q_norm(latent_q)).split(self.q_widths, dim=-1)
         latent_row = torch.cat([self.kv_norm(latent)[:, None], rotate(rope_k[:, None], rotary.mla)], dim=-1)
-        backend.write(
-            self.layer, CacheRows(latent=latent_row, index_k=self.indexer.key(index_k, rotary.indexer)), cache
-        )
-        selection = backend.select(self.layer, self.indexer.query(x, index_q, rotary.indexer), cache)
+        attend.write(CacheRows(latent=latent_row, index_k=self.indexer.key(index_k, rotary.indexer)))
+        selection = attend.select(self.indexer.query(x, index_q, rotary.indexer))
         nope_q, rope_q = q.view(rows, config.heads, -1).split([config.nope_dim, config.rope_dim], dim=-1)
         key_up, value_up = self.kv_up.split([config.nope_dim, config.value_dim], dim=1)  # [H, nope | value, kv_rank]
         absorbed = bmm(nope_q.transpose(0, 1), key_up, self.exact).transpose(0, 1)  # [T, H, kv_rank]
         query = torch.cat([absorbed, rotate(rope_q, rotary.mla)], dim=-1)
-        latent_out = backend.run(self.layer, query, selection, cache)  # [T, H, kv_rank]
+        latent_out = attend.run(query, selection)  # [T, H, kv_rank]
         out = bmm(latent_out.transpose(0, 1), value_up.transpose(1, 2), self.exact).transpose(0, 1)
         return self.o_proj(out.reshape(rows, -1))
 
-    def cache_spec(self) -> CacheSpec:
+    def cache_specs(self) -> list[CacheSpec]:
         """One latent and one index key per token, shared by all heads."""
         config = self.config
         latent = CacheTensorSpec("latent", 1, config.kv_rank + config.rope_dim)
-        return CacheSpec(
-            self.layer, "latents + index keys", "dsa", (latent, CacheTensorSpec("index_k", 1, config.index_dim))
-        )
+        index_key = CacheTensorSpec("index_k", 1, config.index_dim)
+        return [
+            CacheSpec(self.layer, "latents", "dsa", (latent,)),
+            CacheSpec(self.layer, "index keys", "dsa_index", (index_key,)),
+        ]
 
     def weight_slots(self, prefix: str) -> dict[str, Tensor]:
         """Checkpoint name -> the view it fills."""
@@ -260,9 +260,9 @@ class DecoderLayer(nn.Module):
             width = config.expert_intermediate * config.shared_experts
             self.ffn = MixtureOfExperts(hidden, config.expert_intermediate, width, router, silu_mul, dtype)
 
-    def forward(self, x: Tensor, rotary: Rotaries, cache: KVCache, backends: Backends) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotaries, attention: AttentionStep) -> Tensor:
         """[T, H] -> [T, H]."""
-        x = x + self.attention(self.attention_norm(x), rotary, cache, backends)
+        x = x + self.attention(self.attention_norm(x), rotary, attention)
         return x + self.ffn(self.ffn_norm(x))
 
     def weight_slots(self, prefix: str) -> dict[str, Tensor]:
@@ -299,16 +299,21 @@ class DeepseekV32(CausalLM):
         self.index_rotary = RotaryTable(table, config.index_dim, pairs=False)
 
     def cache_specs(self) -> list[CacheSpec]:
-        """One per layer."""
-        return [layer.attention.cache_spec() for layer in self.layers]
+        """One or two per layer."""
+        return [spec for layer in self.layers for spec in layer.attention.cache_specs()]
 
-    def forward(self, batch: Batch, cache: KVCache, backends: Backends) -> Tensor:
-        """Hidden states [T, H] after the final norm."""
+    def forward(self, batch: Batch, attention: AttentionStep, taps: tuple[int, ...] = ()) -> HiddenStates:
+        """States of every row, see CausalLM."""
         x = self.embed[batch.input_ids]
         rotary = Rotaries(self.mla_rotary(batch.positions), self.index_rotary(batch.positions))
-        for layer in self.layers:
-            x = layer(x, rotary, cache, backends)
-        return self.norm(x)
+        tapped = []
+        for i, layer in enumerate(self.layers):
+            if i in taps:
+                tapped.append(x)
+            x = layer(x, rotary, attention)
+        if len(self.layers) in taps:
+            tapped.append(x)
+        return HiddenStates(self.norm(x), tuple(tapped))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[L, H] -> [L, V] float32."""

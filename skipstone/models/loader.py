@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from skipstone.errors import CheckpointError, ConfigError
-from skipstone.models.base import CausalLM
+from skipstone.models.base import CausalLM, WeightedModel
 from skipstone.registry import MODELS
 
 LISTED = 8  # names of one kind that an error lists
@@ -75,7 +75,7 @@ def shard_files(folder: Path) -> list[Path]:
     return files
 
 
-def load_weights(model: CausalLM, folder: Path) -> None:
+def load_weights(model: WeightedModel, folder: Path) -> None:
     """Fill every parameter of the model from the folder's shards, then derive what depends on them.
 
     Raises CheckpointError with all missing, unexpected and mis-shaped names, or naming a shard that cannot be read.

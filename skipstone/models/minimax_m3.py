@@ -13,14 +13,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from skipstone.attention.backend import Backends, CacheRows, IndexQuery, SparseSettings
+from skipstone.attention.backend import AttentionStep, CacheRows, IndexQuery, SparseSettings
 from skipstone.core.batch import Batch
-from skipstone.core.kv_cache import CacheSpec, CacheTensorSpec, KVCache
+from skipstone.core.kv_cache import CacheSpec, CacheTensorSpec
 from skipstone.kernels.reference.pointwise import Rotary, clamped_swiglu, rms_norm, rotate
 from skipstone.layers.feed_forward import GatedMLP, MixtureOfExperts, Router
 from skipstone.layers.linear import Linear, OutputLinear, RMSNorm
 from skipstone.layers.rotary import RotaryTable, rotary_table
-from skipstone.models.base import CausalLM, ConfigReader, empty_parameter
+from skipstone.models.base import CausalLM, ConfigReader, HiddenStates, empty_parameter
 
 
 @dataclass(frozen=True)
@@ -171,31 +171,33 @@ class Attention(nn.Module):
         self.norm = HeadNorm(self.head_counts, config.head_dim, config.eps)
         self.o_proj = Linear(config.heads * config.head_dim, config.hidden_size, dtype, exact)
 
-    def forward(self, x: Tensor, rotary: Rotary, cache: KVCache, backends: Backends) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary, attention: AttentionStep) -> Tensor:
         """Normalised x [T, H] -> [T, H]."""
-        backend = backends["msa" if self.sparse else "dense"]
+        attend = attention.per_layer[self.layer]
         projected = self.in_proj(x).view(x.shape[0], -1, self.config.head_dim)
         normed = sum(self.head_counts)
         heads = rotate(self.norm(projected[:, :normed]), rotary)
         branches = dict(zip(self.kinds, heads.split(self.head_counts, dim=1), strict=True))
         q = branches["q"]
-        backend.write(self.layer, CacheRows(branches["k"], projected[:, normed:], None, branches.get("index_k")), cache)
-        selection = backend.select(self.layer, IndexQuery(branches["index_q"]), cache) if self.sparse else None
-        out = backend.run(self.layer, q, selection, cache)
+        attend.write(CacheRows(branches["k"], projected[:, normed:], None, branches.get("index_k")))
+        selection = attend.select(IndexQuery(branches["index_q"])) if self.sparse else None
+        out = attend.run(q, selection)
         return self.o_proj(out.reshape(x.shape[0], -1))
 
-    def cache_spec(self) -> CacheSpec:
+    def cache_specs(self) -> list[CacheSpec]:
         """Keys and values; sparse layers also cache one index key per token."""
         config = self.config
-        tensors = [
+        tensors = (
             CacheTensorSpec("k", config.kv_heads, config.head_dim),
             CacheTensorSpec("v", config.kv_heads, config.head_dim),
-        ]
-        if not self.sparse:
-            return CacheSpec(self.layer, "dense K/V", "dense", tuple(tensors))
-        return CacheSpec(
-            self.layer, "sparse K/V + index keys", "msa", (*tensors, CacheTensorSpec("index_k", 1, config.head_dim))
         )
+        if not self.sparse:
+            return [CacheSpec(self.layer, "dense K/V", "dense", tensors)]
+        index_key = (CacheTensorSpec("index_k", 1, config.head_dim),)
+        return [
+            CacheSpec(self.layer, "sparse K/V", "msa", tensors),
+            CacheSpec(self.layer, "index keys", "msa_index", index_key),
+        ]
 
     def weight_slots(self, prefix: str) -> dict[str, Tensor]:
         """Checkpoint name -> the view it fills."""
@@ -229,9 +231,9 @@ class DecoderLayer(nn.Module):
         else:
             self.ffn = GatedMLP(hidden, config.dense_intermediate, activation, dtype, exact)
 
-    def forward(self, x: Tensor, rotary: Rotary, cache: KVCache, backends: Backends) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary, attention: AttentionStep) -> Tensor:
         """[T, H] -> [T, H]."""
-        x = x + self.attention(self.attention_norm(x), rotary, cache, backends)
+        x = x + self.attention(self.attention_norm(x), rotary, attention)
         return x + self.ffn(self.ffn_norm(x))
 
     def weight_slots(self, prefix: str) -> dict[str, Tensor]:
@@ -268,16 +270,21 @@ class MiniMaxM3(CausalLM):
         self.rotary = RotaryTable(table, config.head_dim, pairs=False)
 
     def cache_specs(self) -> list[CacheSpec]:
-        """One per layer."""
-        return [layer.attention.cache_spec() for layer in self.layers]
+        """One or two per layer."""
+        return [spec for layer in self.layers for spec in layer.attention.cache_specs()]
 
-    def forward(self, batch: Batch, cache: KVCache, backends: Backends) -> Tensor:
-        """Hidden states [T, H] after the final norm."""
+    def forward(self, batch: Batch, attention: AttentionStep, taps: tuple[int, ...] = ()) -> HiddenStates:
+        """States of every row, see CausalLM."""
         x = self.embed[batch.input_ids]
         rotary = self.rotary(batch.positions)
-        for layer in self.layers:
-            x = layer(x, rotary, cache, backends)
-        return self.norm(x)
+        tapped = []
+        for i, layer in enumerate(self.layers):
+            if i in taps:
+                tapped.append(x)
+            x = layer(x, rotary, attention)
+        if len(self.layers) in taps:
+            tapped.append(x)
+        return HiddenStates(self.norm(x), tuple(tapped))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[L, H] -> [L, V] float32."""

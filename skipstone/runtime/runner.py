@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from skipstone.attention.backend import Backends
+from skipstone.attention.backend import AttentionGroups
 from skipstone.core.kv_cache import KVCache
 from skipstone.core.plan import StepOutput, StepPlan, StepResult
 from skipstone.core.request import TokenLogprobs
+from skipstone.core.sampling_rows import SampledRow, sampling_rows
 from skipstone.kernels.reference.gemm import cpu_threads
 from skipstone.kernels.reference.sampling import sample, token_logprobs
 from skipstone.models.base import CausalLM
-from skipstone.registry import ATTENTION
-from skipstone.runtime.batch_builder import LogitRow, build_rows, sampling_rows
+from skipstone.runtime.batch_builder import LogitRow, build_rows
 
 # Steps of less work than this (rows x bytes of weights) run on one thread: their operations are so short that a second
 # one gains at most a fifth, and costs a hundredfold where other programs keep the cores busy (2.2 s against 22 ms for
@@ -41,11 +41,8 @@ class ModelRunner:
         self.weight_bytes = sum(weight.nbytes for weight in model.parameters())
         specs = model.cache_specs()
         self.cache = KVCache(specs, num_blocks, block_size, dtype, torch.device("cpu"))
-        names = sorted({spec.backend for spec in specs})
         config = model.config
-        self.backends: Backends = {
-            name: ATTENTION.load(name)(config.softmax_scale, exact, config.sparse) for name in names
-        }
+        self.groups = AttentionGroups(specs, self.cache, config.softmax_scale, config.sparse, exact)
 
     def execute(self, plan: StepPlan) -> StepHandle:
         """Run the plan's rows and sample the rows that yield tokens."""
@@ -55,16 +52,20 @@ class ModelRunner:
 
     def _execute(self, plan: StepPlan) -> StepHandle:
         rows = build_rows(plan, self.block_size)
-        for backend in self.backends.values():
-            backend.plan(rows.batch)
-        hidden = self.model(rows.batch, self.cache, self.backends)
-        logits = self.model.logits(hidden[rows.batch.logits_indices])  # [L, V] float32
+        hidden = self.model(rows.batch, self.groups.plan(rows.batch))
+        logits = self.model.logits(hidden.final[rows.batch.logits_indices])  # [L, V] float32
         sampled_logits, prompt_logits = logits.split([len(rows.sampled), len(rows.prompt)])
-        tokens = sample(sampled_logits, sampling_rows(plan, rows.sampled)).tolist() if rows.sampled else []
+        sampled = self._sampled(plan, rows.sampled)
+        tokens = sample(sampled_logits, sampling_rows(sampled)).tolist() if sampled else []
         results = [StepResult() for _ in plan.scheduled]
         self._emit(plan, rows.sampled, sampled_logits, tokens, results)
         self._report_prompt(plan, rows.prompt, prompt_logits, results)
         return StepHandle(StepOutput(results))
+
+    def _sampled(self, plan: StepPlan, rows: list[LogitRow]) -> list[SampledRow]:
+        """Row j of a request sees its committed tokens and its first j drafts."""
+        requests = [plan.scheduled[row.item].request for row in rows]
+        return [SampledRow(r, r.drafts[: row.draft]) for r, row in zip(requests, rows, strict=True)]
 
     def _emit(
         self, plan: StepPlan, rows: list[LogitRow], logits: Tensor, tokens: list[int], results: list[StepResult]

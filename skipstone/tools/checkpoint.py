@@ -176,15 +176,15 @@ def _part(name: str) -> str:
 
 def _layers(model: CausalLM) -> dict[str, int]:
     """Layers by kind of attention and by kind of feed-forward."""
-    specs = model.cache_specs()
+    attention = {spec.layer: spec.backend for spec in reversed(model.cache_specs())}  # a layer's first group attends
     names = model.weight_slots()
     experts = {found[1] for name in names if (found := re.search(r"layers\.(\d+)\..*experts\.", name))}
-    sparse = sum(spec.backend != "dense" for spec in specs)
+    layers, sparse = len(attention), sum(backend != "dense" for backend in attention.values())
     return {
-        "layers": len(specs),
-        "dense attention": len(specs) - sparse,
+        "layers": layers,
+        "dense attention": layers - sparse,
         "sparse attention": sparse,
-        "dense feed-forward": len(specs) - len(experts),
+        "dense feed-forward": layers - len(experts),
         "MoE feed-forward": len(experts),
     }
 

@@ -1,0 +1,83 @@
+"""How rows choose their tokens: from sampling parameters and tokens seen so far to the tensors of `SamplingRows`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from skipstone.core.batch import Penalties, SamplingRows, TokenValues
+from skipstone.core.request import Request
+
+
+class SampledRow(NamedTuple):
+    """A row that chooses the token after the request's committed tokens and `further` ones: drafts, or verified."""
+
+    request: Request
+    further: list[int]
+
+    @property
+    def position(self) -> int:
+        """Of the token to be chosen."""
+        return len(self.request.token_ids) + len(self.further)
+
+
+def sampling_rows(rows: list[SampledRow]) -> SamplingRows:
+    """Every row sees its own tokens only, so that verified rows and draft rows choose by the same rules."""
+    requests = [row.request for row in rows]
+    params = [request.params for request in requests]
+    top_k = [p.top_k for p in params]
+    top_p = [p.top_p for p in params]
+    min_p = [p.min_p for p in params]
+    return SamplingRows(
+        seed=torch.tensor([request.seed for request in requests], dtype=torch.int64),
+        position=torch.tensor([row.position for row in rows], dtype=torch.int64),
+        temperature=torch.tensor([0.0 if p.greedy else p.temperature for p in params], dtype=torch.float32),
+        top_k=torch.tensor(top_k, dtype=torch.int64).clamp_(min=0) if any(k > 0 for k in top_k) else None,
+        top_p=torch.tensor(top_p, dtype=torch.float32) if any(p < 1 for p in top_p) else None,
+        min_p=torch.tensor(min_p, dtype=torch.float32) if any(p > 0 for p in min_p) else None,
+        penalties=_penalties(rows),
+        bias=_bias(rows),
+        all_greedy=all(p.greedy for p in params),
+    )
+
+
+def _penalties(rows: list[SampledRow]) -> Penalties | None:
+    chosen: list[tuple[int, float, float, float]] = []
+    history_row, history_token, history_is_output = [], [], []
+    for i, row in enumerate(rows):
+        params = row.request.params
+        if params.repetition_penalty == 1.0 and not params.presence_penalty and not params.frequency_penalty:
+            continue
+        tokens = row.request.token_ids + row.further
+        history_row.append(np.full(len(tokens), len(chosen)))
+        history_token.append(np.array(tokens, dtype=np.int64))
+        history_is_output.append(np.arange(len(tokens)) >= row.request.num_prompt_tokens)
+        chosen.append((i, params.repetition_penalty, params.presence_penalty, params.frequency_penalty))
+    if not chosen:
+        return None
+    index, repetition, presence, frequency = zip(*chosen, strict=True)
+    return Penalties(
+        torch.tensor(index),
+        torch.tensor(repetition, dtype=torch.float32),
+        torch.tensor(presence, dtype=torch.float32),
+        torch.tensor(frequency, dtype=torch.float32),
+        torch.from_numpy(np.concatenate(history_row)),
+        torch.from_numpy(np.concatenate(history_token)),
+        torch.from_numpy(np.concatenate(history_is_output)),
+    )
+
+
+def _bias(rows: list[SampledRow]) -> TokenValues | None:
+    """Logit bias, and -inf for every id that would end the text before `min_tokens`."""
+    entries: list[tuple[int, int, float]] = []
+    for i, row in enumerate(rows):
+        request = row.request
+        entries += [(i, token, value) for token, value in request.params.logit_bias.items()]
+        if request.num_output_tokens + len(row.further) < request.params.min_tokens:
+            entries += [(i, token, -float("inf")) for token in request.banned_token_ids]
+    if not entries:
+        return None
+    index, tokens, values = zip(*entries, strict=True)
+    return TokenValues(torch.tensor(index), torch.tensor(tokens), torch.tensor(values, dtype=torch.float32))
