@@ -19,9 +19,12 @@ import msgspec.inspect
 from msgspec import Meta
 
 from skipstone.errors import ConfigError
+from skipstone.spec_config import FORMS as SPEC_FORMS
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 Device = Literal["auto", "cpu"]
+DraftSampling = Literal["coupled", "greedy", "independent"]
+Rule = Literal["exact", "rejection", "block"]
 PositiveInt = Annotated[int, Meta(ge=1)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
 
@@ -45,6 +48,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     num_blocks: Annotated[PositiveInt | None, Meta(description="cache blocks; default: from cache_memory_gb")] = None
     cache_memory_gb: Annotated[PositiveFloat | None, Meta(description="memory for all caches")] = None
     prefix_caching: Annotated[bool, Meta(description="reuse cached blocks of equal prompt beginnings")] = True
+    spec: Annotated[str, Meta(description="proposer and drafts per step: " + SPEC_FORMS)] = "auto"
+    draft_sampling: Annotated[DraftSampling, Meta(description="noise that drafts are drawn with")] = "coupled"
+    verification: Annotated[Rule, Meta(description="acceptance; all but exact change the text, not its law")] = "exact"
+    simulate_acceptance: Annotated[
+        str | None, Meta(description="for benchmarks: accept by these rates per position, as in 0.8,0.6; text is void")
+    ] = None
+    k_table: Annotated[str | None, Meta(description="file with the best k per batch size, written by tune")] = None
     num_threads: Annotated[PositiveInt | None, Meta(description="CPU threads; default: torch's own choice")] = None
 
 

@@ -72,7 +72,7 @@ class LLM:
                 f"{tokens} tokens of {caches.bytes_per_token} bytes, blocks of {caches.block_size} ({caches.reason})",
             ),
             ("prefix cache", "on" if config.prefix_caching else "off"),
-            ("speculation", "off: no proposer is implemented yet"),
+            ("speculation", self.engine.speculation.description),
         ]
 
     def _layer_kinds(self) -> dict[str, int]:
@@ -128,6 +128,9 @@ class LLM:
             "seconds": engine.seconds,
             "prefix_hit_tokens": scheduler.prefix_hit_tokens,
             "preemptions": scheduler.preemptions,
+            "verify_steps": scheduler.speculation.steps,
+            "drafted_tokens": scheduler.speculation.drafted,
+            "accepted_tokens": scheduler.speculation.accepted,
             "cache_blocks_total": self.engine.pool.num_ownable,
             "cache_blocks_used": self.engine.pool.num_used,
         }

@@ -5,10 +5,14 @@ from __future__ import annotations
 import msgspec
 
 from skipstone.core.request import TokenLogprobs
+from skipstone.core.speculation import SpeculationStats
 
 
 class CompletionOutput(msgspec.Struct, kw_only=True):
-    """One choice. `finish_reason` is "stop", "length" or "abort"; `stop_reason` the stop string or id, if one hit."""
+    """One choice. `finish_reason` is "stop", "length" or "abort"; `stop_reason` the stop string or id, if one hit.
+
+    `speculation` counts the choice's drafts; None when it ran without.
+    """
 
     index: int
     text: str
@@ -16,6 +20,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    speculation: SpeculationStats | None = None
 
 
 class RequestMetrics(msgspec.Struct, kw_only=True):

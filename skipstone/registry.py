@@ -47,3 +47,22 @@ ATTENTION = Registry(
         "dsa_index": "attention.dsa:TokenIndexBackend",
     },
 )
+
+# By the architecture of the checkpoint that holds the head: the target's own for MTP modules.
+DRAFT_HEADS = Registry(
+    "draft head",
+    {
+        "MiniMaxM3SparseForConditionalGeneration": "models.minimax_m3_mtp:MiniMaxM3Mtp",
+        "MiniMaxM3SparseForCausalLM": "models.minimax_m3_mtp:MiniMaxM3Mtp",
+        "DeepseekV32ForCausalLM": "models.deepseek_v32_mtp:DeepseekV32Mtp",
+    },
+)
+
+# By the method that a user names: how to build it.
+PROPOSERS = Registry(
+    "proposer",
+    {
+        "mtp": "runtime.speculation:make_mtp",
+        "ngram": "runtime.speculation:make_ngram",
+    },
+)

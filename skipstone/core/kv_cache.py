@@ -55,6 +55,12 @@ class KVCache:
         """[num_blocks, heads, block_size, width] of one layer."""
         return self.layers[layer][name]
 
+    def copy_blocks(self, sources: Tensor, destinations: Tensor) -> None:
+        """Copy whole blocks [N] int64 in every layer; all are read before any is written."""
+        for tensors in self.layers.values():
+            for tensor in tensors.values():
+                tensor[destinations] = tensor[sources]
+
     def fill(self, value: float) -> None:
         """Overwrite every block that requests can own; tests poison unwritten slots with NaN this way."""
         for tensors in self.layers.values():

@@ -19,6 +19,7 @@ class ScheduledRequest:
     start: int  # num_computed_tokens before the step
     query_len: int
     num_drafts: int
+    num_next_drafts: int = 0  # most drafts to make after this step
 
     @property
     def samples(self) -> bool:
@@ -28,9 +29,13 @@ class ScheduledRequest:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The rows of one step, requests of equal query_len next to each other."""
+    """The rows of one step, requests of equal query_len next to each other.
+
+    `block_copies` (source, destination) come first: requests that share a block up to its end get a copy to change.
+    """
 
     scheduled: list[ScheduledRequest]
+    block_copies: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def num_rows(self) -> int:
@@ -40,10 +45,15 @@ class StepPlan:
 
 @dataclass
 class StepResult:
-    """What one scheduled request got: emitted tokens (drafts kept plus one), their log-probabilities if asked."""
+    """What one scheduled request got: emitted tokens (drafts kept plus one), their log-probabilities if asked.
+
+    `drafts` are guesses for the positions behind the emitted tokens; draft caches now cover `num_draft_computed`.
+    """
 
     token_ids: list[int] = field(default_factory=list)
     num_accepted: int = 0
+    drafts: list[int] = field(default_factory=list)
+    num_draft_computed: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from skipstone.core.speculation import SpeculationStats
 from skipstone.errors import RequestError
 
 MAX_TOP_LOGPROBS = 20
@@ -29,7 +30,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     `max_tokens` None: as many as the context holds. `top_k` 0 or -1: off. `seed` None: a random one is drawn.
     `logprobs` n: the chosen token and the n likeliest per position, -1: the whole vocabulary; the distribution is the
-    model's own (before temperature, penalties and truncation).
+    model's own (before temperature, penalties and truncation). `num_speculative_tokens`: drafts per step, None: the
+    engine's choice; it changes the speed, never the text.
     """
 
     n: int = 1
@@ -51,6 +53,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     prompt_logprobs: int | None = None
     seed: int | None = None
     skip_special_tokens: bool = True
+    num_speculative_tokens: int | None = None
 
     @property
     def stop_strings(self) -> list[str]:
@@ -114,6 +117,11 @@ def _range_checks(params: SamplingParams) -> list[tuple[str, bool, str]]:
         ("min_tokens", params.min_tokens >= 0, "at least 0"),
         ("logprobs", logprobs_ok(params.logprobs), logprob_range),
         ("prompt_logprobs", logprobs_ok(params.prompt_logprobs), logprob_range),
+        (
+            "num_speculative_tokens",
+            params.num_speculative_tokens is None or params.num_speculative_tokens >= 0,
+            "at least 0; 0 means no speculation",
+        ),
         ("seed", params.seed is None or 0 <= params.seed < 2**63, "between 0 and 2^63 - 1"),
     ]
 
@@ -133,8 +141,9 @@ class Request:
     """One choice of one prompt on its way through the engine.
 
     `token_ids` holds the prompt and every committed token. KV is valid at positions below `num_computed_tokens`.
-    `drafts` are unverified guesses for the positions after the last committed token. `epoch` counts preemptions and
-    aborts, so that a result of an older epoch can be dropped.
+    `drafts` are unverified guesses for the positions after the last committed token, at most `max_drafts` of them; the
+    proposer's own caches are valid below `num_draft_computed`. `epoch` counts preemptions and aborts, so that a result
+    of an older epoch can be dropped.
     """
 
     request_id: str
@@ -146,7 +155,9 @@ class Request:
     num_prompt_tokens: int = 0
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
+    max_drafts: int = 0
     drafts: list[int] = field(default_factory=list)
+    num_draft_computed: int = 0
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     epoch: int = 0
@@ -155,6 +166,7 @@ class Request:
     stop_token_id: int | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = self.num_prompt_tokens or len(self.token_ids)
@@ -184,7 +196,7 @@ class Request:
         for token in token_ids:
             self.token_ids.append(token)
             appended.append(token)
-            if self.num_output_tokens >= self.params.min_tokens and self._is_stop(token):
+            if self.num_output_tokens >= self.params.min_tokens and self.ends_with(token):
                 self.finish_reason, self.stop_token_id = FinishReason.STOP, token
                 break
             if len(self.token_ids) >= self.max_total_tokens:
@@ -192,7 +204,8 @@ class Request:
                 break
         return appended
 
-    def _is_stop(self, token: int) -> bool:
+    def ends_with(self, token: int) -> bool:
+        """Whether this token ends the text, once `min_tokens` are out."""
         if token in self.params.stop_token_ids:
             return True
         return token in self.eos_token_ids and not self.params.ignore_eos

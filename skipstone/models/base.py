@@ -106,6 +106,51 @@ class CausalLM(WeightedModel):
         raise NotImplementedError
 
 
+class DraftOutput(NamedTuple):
+    """What a draft head makes of the states of R rows."""
+
+    logits: Tensor  # [R, V] float32 over the target's vocabulary, -inf for tokens outside a smaller draft vocabulary
+    recycled: Tensor  # [R, H], fed to the next draft step in place of the target's hidden state
+
+
+class DraftHead(WeightedModel):
+    """A head that drafts from the target's hidden states (MTP modules, EAGLE-3), over caches of its own.
+
+    The row at position p is fed the state of p and the token at p + 1; its logits predict the token at p + 2. With
+    several modules, module m is fed module m - 1's states and the token at p + m + 1, and predicts p + m + 2.
+    """
+
+    taps: tuple[int, ...] = ()  # target layers whose input it reads, ascending; empty: the final hidden state
+    num_modules: int = 1
+    max_position: int
+
+    def cache_specs(self) -> list[CacheSpec]:
+        """Cache groups of the draft layers, numbered from 0 by module."""
+        raise NotImplementedError
+
+    @property
+    def attention_scale(self) -> float:
+        """Factor on attention scores."""
+        raise NotImplementedError
+
+    @property
+    def sparse(self) -> SparseSettings | None:
+        """Unit and budget of sparse draft layers."""
+        raise NotImplementedError
+
+    def first_hidden(self, hidden: HiddenStates) -> Tensor:
+        """From the target's states to what the first pass is fed, [T, H]."""
+        raise NotImplementedError
+
+    def forward(self, hidden: Tensor, batch: Batch, attention: AttentionStep, module: int = 0) -> Tensor:
+        """States [T, H] of one module; `batch.input_ids` are the tokens at p + module + 1."""
+        raise NotImplementedError
+
+    def outputs(self, states: Tensor, module: int = 0) -> DraftOutput:
+        """Logits and recycled states of the rows [R, H] of `forward`."""
+        raise NotImplementedError
+
+
 class ConfigReader:
     """Typed reads from a raw config dictionary; every error names the key, its value and what is expected."""
 

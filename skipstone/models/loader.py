@@ -75,6 +75,18 @@ def shard_files(folder: Path) -> list[Path]:
     return files
 
 
+def tensor_names(folder: Path) -> list[str]:
+    """Names of all tensors in a folder's shards. Raises CheckpointError."""
+    names: list[str] = []
+    for file in shard_files(folder):
+        try:
+            with safe_open(file, framework="pt") as shard:
+                names += shard.keys()
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{file} cannot be read ({error}); it may be truncated: download it again") from None
+    return names
+
+
 def load_weights(model: WeightedModel, folder: Path) -> None:
     """Fill every parameter of the model from the folder's shards, then derive what depends on them.
 

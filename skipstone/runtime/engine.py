@@ -16,6 +16,7 @@ from skipstone.runtime.block_pool import BlockPool
 from skipstone.runtime.memory import CachePlan, plan_caches
 from skipstone.runtime.runner import ModelRunner
 from skipstone.runtime.scheduler import Scheduler
+from skipstone.runtime.speculation import Surroundings, make_speculation
 
 
 @dataclass
@@ -38,10 +39,16 @@ class Engine:
         positions = info.config.max_position_embeddings
         longest = min(config.max_model_len or positions, positions)
         self.model: CausalLM = build_model(info, self.dtype, config.exact, longest)
-        self.caches: CachePlan = plan_caches(config, info.config, self.model.cache_specs(), self.dtype)
-        self.runner = ModelRunner(self.model, self.caches.num_blocks, self.caches.block_size, self.dtype, config.exact)
+        self.speculation = make_speculation(config, Surroundings(info, self.model, self.dtype, longest))
+        proposer = self.speculation.proposer
+        specs = self.model.cache_specs() + (proposer.cache_specs() if proposer else [])
+        self.caches: CachePlan = plan_caches(config, info.config, specs, self.dtype)
+        sizes = (self.caches.num_blocks, self.caches.block_size)
+        self.runner = ModelRunner(self.model, *sizes, self.dtype, config.exact, self.speculation)
         self.pool = BlockPool(self.caches.num_blocks, self.caches.block_size)
-        self.scheduler = Scheduler(self.pool, config.max_num_batched_tokens, config.max_num_seqs, config.prefix_caching)
+        limits = (config.max_num_batched_tokens, config.max_num_seqs)
+        needs = proposer.needs if proposer else None
+        self.scheduler = Scheduler(self.pool, *limits, config.prefix_caching, needs)
         self.stats = EngineStats()
         self.vocab_size: int = info.config.vocab_size
 
@@ -60,7 +67,19 @@ class Engine:
                 f"max_model_len={limit}; shorten it or raise --max-model-len"
             )
         request.max_total_tokens = min(request.max_total_tokens, limit)
+        request.max_drafts = self._drafts_for(request)
+        request.speculation.simulated = self.speculation.simulated
         self.scheduler.add(request)
+
+    def _drafts_for(self, request: Request) -> int:
+        k, asked = self.speculation.k, request.params.num_speculative_tokens
+        if asked is None:
+            return k
+        if asked > k:
+            raise RequestError(
+                f"num_speculative_tokens={asked} is more than the engine's {k}; start it with a larger k in --spec"
+            )
+        return asked
 
     @property
     def has_work(self) -> bool:

@@ -1,4 +1,4 @@
-"""Runs a plan on the device: builds the batch, runs the model, samples, and brings one result back to the host."""
+"""Runs a plan on the device: builds the batch, runs the model, verifies, drafts, and brings one result to the host."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from skipstone.attention.backend import AttentionGroups
 from skipstone.core.kv_cache import KVCache
 from skipstone.core.plan import StepOutput, StepPlan, StepResult
 from skipstone.core.request import TokenLogprobs
-from skipstone.core.sampling_rows import SampledRow, sampling_rows
+from skipstone.core.sampling_rows import SampledRow
 from skipstone.kernels.reference.gemm import cpu_threads
-from skipstone.kernels.reference.sampling import sample, token_logprobs
-from skipstone.models.base import CausalLM
-from skipstone.runtime.batch_builder import LogitRow, build_rows
+from skipstone.kernels.reference.sampling import token_logprobs
+from skipstone.models.base import CausalLM, HiddenStates
+from skipstone.runtime.batch_builder import LogitRow, StepRows, build_rows
+from skipstone.runtime.speculation import Speculation
+from skipstone.spec.choose import DraftChooser
+from skipstone.spec.proposer import DraftRequest, DraftStep, Proposer
+from skipstone.spec.verify import Verifier
 
 # Steps of less work than this (rows x bytes of weights) run on one thread: their operations are so short that a second
 # one gains at most a fifth, and costs a hundredfold where other programs keep the cores busy (2.2 s against 22 ms for
@@ -33,16 +37,28 @@ class StepHandle:
 
 
 class ModelRunner:
-    """Owns the model, its caches and its attention backends."""
+    """Owns the model, its caches and its attention groups; drives the proposer and the verifier."""
 
-    def __init__(self, model: CausalLM, num_blocks: int, block_size: int, dtype: torch.dtype, exact: bool) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        exact: bool,
+        speculation: Speculation | None = None,
+    ) -> None:
         self.model = model
         self.block_size = block_size
         self.weight_bytes = sum(weight.nbytes for weight in model.parameters())
-        specs = model.cache_specs()
+        specs, config = model.cache_specs(), model.config
         self.cache = KVCache(specs, num_blocks, block_size, dtype, torch.device("cpu"))
-        config = model.config
         self.groups = AttentionGroups(specs, self.cache, config.softmax_scale, config.sparse, exact)
+        self.proposer = speculation.proposer if speculation else None
+        self.verifier = speculation.verifier if speculation else Verifier()
+        self.chooser = speculation.chooser if speculation else DraftChooser("coupled")
+        if self.proposer is not None:
+            self.proposer.bind(num_blocks, block_size, dtype)
 
     def execute(self, plan: StepPlan) -> StepHandle:
         """Run the plan's rows and sample the rows that yield tokens."""
@@ -51,43 +67,73 @@ class ModelRunner:
             return self._execute(plan)
 
     def _execute(self, plan: StepPlan) -> StepHandle:
+        if plan.block_copies:
+            self._copy_blocks(plan.block_copies)
         rows = build_rows(plan, self.block_size)
-        hidden = self.model(rows.batch, self.groups.plan(rows.batch))
+        taps = self.proposer.needs.taps if self.proposer else ()
+        hidden = self.model(rows.batch, self.groups.plan(rows.batch), taps)
         logits = self.model.logits(hidden.final[rows.batch.logits_indices])  # [L, V] float32
         sampled_logits, prompt_logits = logits.split([len(rows.sampled), len(rows.prompt)])
-        sampled = self._sampled(plan, rows.sampled)
-        tokens = sample(sampled_logits, sampling_rows(sampled)).tolist() if sampled else []
         results = [StepResult() for _ in plan.scheduled]
-        self._emit(plan, rows.sampled, sampled_logits, tokens, results)
+        self._verify(plan, rows.sampled, sampled_logits, results)
         self._report_prompt(plan, rows.prompt, prompt_logits, results)
+        if self.proposer is not None:
+            self._draft(self.proposer, plan, rows, hidden, results)
         return StepHandle(StepOutput(results))
 
-    def _sampled(self, plan: StepPlan, rows: list[LogitRow]) -> list[SampledRow]:
-        """Row j of a request sees its committed tokens and its first j drafts."""
-        requests = [plan.scheduled[row.item].request for row in rows]
-        return [SampledRow(r, r.drafts[: row.draft]) for r, row in zip(requests, rows, strict=True)]
+    def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        sources, destinations = torch.tensor(copies).unbind(1)
+        self.cache.copy_blocks(sources, destinations)
+        if self.proposer is not None:
+            self.proposer.copy_blocks(sources, destinations)
 
-    def _emit(
-        self, plan: StepPlan, rows: list[LogitRow], logits: Tensor, tokens: list[int], results: list[StepResult]
-    ) -> None:
-        """Keep drafts while they equal the model's own choice, then emit one more token."""
+    def _verify(self, plan: StepPlan, rows: list[LogitRow], logits: Tensor, results: list[StepResult]) -> None:
+        """Emit the accepted drafts and one more token of every request that samples."""
+        sampled = []
+        for row in rows:  # row j of a request has seen its committed tokens and its first j drafts
+            request = plan.scheduled[row.item].request
+            sampled.append(SampledRow(request, request.drafts[: row.draft]))
+        items = [row.item for row in rows if row.draft == 0]
+        scheduled = [plan.scheduled[item] for item in items]
+        drafts = [item.request.drafts[: item.num_drafts] for item in scheduled]
+        laws = [self.chooser.take(item.request.request_id) for item in scheduled] if self.chooser.keep_laws else None
+        runs = self.verifier.verify(logits, sampled, drafts, laws)
         kept: list[int] = []  # rows whose token is emitted
-        ended: set[int] = set()  # items whose run is complete
-        for i, row in enumerate(rows):
-            if row.item in ended:
-                continue  # an earlier draft was rejected, so this row saw a wrong token
-            item = plan.scheduled[row.item]
-            results[row.item].token_ids.append(tokens[i])
-            kept.append(i)
-            if row.draft < item.num_drafts and item.request.drafts[row.draft] == tokens[i]:
-                results[row.item].num_accepted += 1
-            else:
-                ended.add(row.item)
-        wanted = [i for i in kept if plan.scheduled[rows[i].item].request.params.logprobs is not None]
-        chosen = [tokens[i] for i in wanted]
-        counts = [plan.scheduled[rows[i].item].request.params.logprobs or 0 for i in wanted]
-        for i, entry in zip(wanted, _logprobs(logits[wanted], chosen, counts), strict=True):
-            results[rows[i].item].logprobs.append(entry)
+        first = 0
+        for item, run, ids in zip(items, runs, drafts, strict=True):
+            results[item].token_ids, results[item].num_accepted = run.token_ids, run.num_accepted
+            kept += range(first, first + len(run.token_ids))
+            first += len(ids) + 1
+        emitted = [token for run in runs for token in run.token_ids]
+        params = [plan.scheduled[rows[i].item].request.params for i in kept]
+        wanted = [place for place, p in enumerate(params) if p.logprobs is not None]
+        counts = [params[place].logprobs or 0 for place in wanted]
+        entries = _logprobs(logits[[kept[place] for place in wanted]], [emitted[place] for place in wanted], counts)
+        for place, entry in zip(wanted, entries, strict=True):
+            results[rows[kept[place]].item].logprobs.append(entry)
+
+    def _draft(
+        self, proposer: Proposer, plan: StepPlan, rows: StepRows, hidden: HiddenStates, results: list[StepResult]
+    ) -> None:
+        """Have drafts made for the requests that speculate and whose draft caches can be kept up to date."""
+        chosen, requests = [], []
+        for i, (item, result) in enumerate(zip(plan.scheduled, results, strict=True)):
+            request = item.request
+            missed = proposer.needs.follows_target and request.num_draft_computed != item.start
+            if request.max_drafts == 0 or missed:
+                continue
+            draft = DraftRequest(request, slice(*rows.starts[i : i + 2]), item.start, result.token_ids, 0)
+            limit = min(request.max_total_tokens, proposer.needs.max_position or request.max_total_tokens)
+            if proposer.needs.uses_caches and draft.start + item.query_len >= limit:
+                continue
+            chosen.append(i)
+            wanted = max(min(item.num_next_drafts, limit - draft.length - 1), 0)
+            requests.append(draft._replace(wanted=wanted))
+        if not any(request.wanted or proposer.needs.uses_caches for request in requests):
+            return
+        step = DraftStep(rows.batch, hidden, requests, self.chooser)
+        for i, drafts in zip(chosen, proposer.propose(step), strict=True):
+            results[i].drafts, results[i].num_draft_computed = drafts.token_ids, drafts.num_computed
 
     def _report_prompt(self, plan: StepPlan, rows: list[LogitRow], logits: Tensor, results: list[StepResult]) -> None:
         """Log-probabilities of the prompt's own next tokens."""

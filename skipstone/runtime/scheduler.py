@@ -8,11 +8,14 @@ which yields the same text because noise depends on seed and position only.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 from skipstone.core.plan import ScheduledRequest, StepOutput, StepPlan
 from skipstone.core.request import FinishReason, Request
-from skipstone.runtime.block_pool import BlockPool, hash_block
+from skipstone.core.speculation import SpeculationStats
+from skipstone.runtime.block_pool import BlockPool, Following, hash_block
+from skipstone.spec.proposer import ProposerNeeds
 
 
 @dataclass
@@ -22,19 +25,32 @@ class SchedulerStats:
     preemptions: int = 0
     prefix_hit_tokens: int = 0
     prefix_query_tokens: int = 0
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)
 
 
 class Scheduler:
     """Continuous batching with chunked prefill, prefix cache and preemption by recompute."""
 
-    def __init__(self, pool: BlockPool, max_rows: int, max_requests: int, prefix_caching: bool) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        max_rows: int,
+        max_requests: int,
+        prefix_caching: bool,
+        needs: ProposerNeeds | None = None,
+        most_drafts: Callable[[int], int] | None = None,
+    ) -> None:
+        """`needs`: the proposer's; `most_drafts`: drafts per request at a given number of running requests."""
         self.pool = pool
         self.max_rows = max_rows
         self.max_requests = max_requests
         self.prefix_caching = prefix_caching
+        self.needs = needs
+        self.most_drafts = most_drafts
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.stats = SchedulerStats()
+        self._copies: list[tuple[int, int]] = []
 
     @property
     def has_work(self) -> bool:
@@ -48,6 +64,7 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """The rows of the next step. Reserves blocks for them; may preempt."""
         scheduled: list[ScheduledRequest] = []
+        self._copies = []
         budget = self.max_rows
         preempted = self.stats.preemptions
         index = 0
@@ -63,8 +80,9 @@ class Scheduler:
                 break
         if self.stats.preemptions == preempted:
             self._admit(scheduled, budget)
+        scheduled = [self._plan_drafts(item, len(scheduled)) for item in scheduled]
         scheduled.sort(key=lambda item: item.query_len)
-        return StepPlan(scheduled)
+        return StepPlan(scheduled, self._copies)
 
     def _admit(self, scheduled: list[ScheduledRequest], budget: int) -> None:
         """Start waiting requests while rows, places and blocks last."""
@@ -73,6 +91,7 @@ class Scheduler:
             self._match_prefix(request)
             item = self._plan_rows(request, budget)
             if not self._reserve(item):
+                self._copies = [copy for copy in self._copies if copy[1] not in request.block_ids]
                 self._free(request)
                 return
             self.running.append(self.waiting.popleft())
@@ -91,10 +110,23 @@ class Scheduler:
         drafts = max(query_len - committed, 0)
         return ScheduledRequest(request, request.epoch, request.num_computed_tokens, query_len, drafts)
 
-    def _reserve(self, item: ScheduledRequest) -> bool:
-        """Own enough blocks for the item's rows; False when there are not enough."""
+    def _plan_drafts(self, item: ScheduledRequest, num_requests: int) -> ScheduledRequest:
+        """How many drafts to make after the step, with slots for them. Drafts take free blocks only."""
+        most = item.request.max_drafts
+        if not item.samples or not most or self.needs is None:
+            return item
+        if self.most_drafts is not None:
+            most = min(most, self.most_drafts(num_requests))
+        if not self._reserve(item, self.needs.lookahead(most)):
+            return item
+        return replace(item, num_next_drafts=most)
+
+    def _reserve(self, item: ScheduledRequest, lookahead: int = 0) -> bool:
+        """Own enough blocks for the item's rows and `lookahead` more; False when there are not enough."""
         blocks = item.request.block_ids
-        needed = -(-(item.start + item.query_len) // self.pool.block_size) - len(blocks)
+        tokens = item.start + item.query_len
+        tokens = max(min(tokens + lookahead, item.request.max_total_tokens), tokens)
+        needed = -(-tokens // self.pool.block_size) - len(blocks)
         if needed <= 0:
             return True
         new = self.pool.allocate(needed)
@@ -106,9 +138,28 @@ class Scheduler:
         """Take over cached blocks. The last token is always computed, as its logits are wanted."""
         if not self.prefix_caching or request.params.prompt_logprobs is not None:
             return
-        most = (len(request.token_ids) - 1) // self.pool.block_size
-        request.block_ids, request.block_hashes = self.pool.acquire_prefix(request.token_ids, most)
-        request.num_computed_tokens = len(request.block_ids) * self.pool.block_size
+        size = self.pool.block_size
+        most = (len(request.token_ids) - 1) // size
+        drafts = request.max_drafts > 0 and self.needs is not None and self.needs.uses_caches
+        next_tokens = self.needs.next_tokens if drafts and self.needs is not None else None
+        match = self.pool.acquire_prefix(request.token_ids, most, next_tokens)
+        request.block_ids, request.block_hashes = match.blocks, match.hashes
+        request.num_computed_tokens = len(match.blocks) * size
+        if match.partial:
+            self._copy_last_block(request, next_tokens or 0)
+        request.num_draft_computed = request.num_computed_tokens if drafts else 0
+
+    def _copy_last_block(self, request: Request, rows: int) -> None:
+        """Exchange the last block for a copy of it, of which the last `rows` positions are computed again."""
+        source = request.block_ids.pop()
+        copy = self.pool.allocate(1)
+        if copy is None:
+            request.num_computed_tokens -= self.pool.block_size
+        else:
+            self._copies.append((source, copy[0]))
+            request.block_ids += copy
+            request.num_computed_tokens -= rows
+        self.pool.release([source])
 
     def _preempt_youngest(self) -> Request:
         victim = self.running.pop()
@@ -123,7 +174,7 @@ class Scheduler:
     def _free(self, request: Request) -> None:
         self.pool.release(request.block_ids)
         request.block_ids, request.block_hashes = [], []
-        request.num_computed_tokens = 0
+        request.num_computed_tokens = request.num_draft_computed = 0
 
     def commit(self, plan: StepPlan, output: StepOutput) -> list[tuple[Request, list[int]]]:
         """Take over a step's results; returns each request that got tokens, with those it keeps.
@@ -136,9 +187,12 @@ class Scheduler:
             if request.epoch != item.epoch or request.finished:
                 continue
             request.num_computed_tokens = item.start + item.query_len - item.num_drafts + result.num_accepted
-            request.drafts.clear()
+            request.num_draft_computed = result.num_draft_computed
+            request.drafts = result.drafts
             request.prompt_logprobs.extend(result.prompt_logprobs)
             kept = request.commit(result.token_ids)
+            request.speculation.record(item.num_drafts, min(result.num_accepted, len(kept)))
+            self.stats.speculation.record(item.num_drafts, min(result.num_accepted, len(kept)))
             request.logprobs.extend(result.logprobs[: len(kept)])
             self._register_full_blocks(request)
             if request.finished:
@@ -157,7 +211,15 @@ class Scheduler:
             parent = request.block_hashes[-1] if request.block_hashes else b""
             block_hash = hash_block(parent, request.token_ids[i * size : (i + 1) * size])
             request.block_hashes.append(block_hash)
-            self.pool.register(request.block_ids[i], block_hash)
+            self.pool.register(request.block_ids[i], block_hash, self._following(request, (i + 1) * size))
+
+    def _following(self, request: Request, end: int) -> Following:
+        """The tokens behind a block that its draft caches depend on; None when they are not filled up to `end`."""
+        if self.needs is None or not self.needs.uses_caches:
+            return ()
+        if request.num_draft_computed < end:
+            return None
+        return tuple(request.token_ids[end : end + self.needs.next_tokens])
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End a request now: an abort, or a stop string found in its text. Its blocks are free at once."""

@@ -1,0 +1,113 @@
+"""MTP modules of DeepSeek-V3.2: a projection of (next token, hidden state) and one decoder layer each (report V3, 2.2).
+
+x = eh_proj([enorm(Embed(t[p+1])), hnorm(h_p)]); one decoder layer with its own indexer; shared_head.norm; the target's
+vocabulary product. h_p is the target's state after its final norm; later steps are fed the module's own output after
+shared_head.norm.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from skipstone.attention.backend import AttentionStep, SparseSettings
+from skipstone.core.batch import Batch
+from skipstone.core.kv_cache import CacheSpec
+from skipstone.layers.linear import Linear, RMSNorm
+from skipstone.models.base import DraftHead, DraftOutput, HiddenStates
+from skipstone.models.deepseek_v32 import DecoderLayer, DeepseekV32, DeepseekV32Config, Rotaries
+
+
+class MtpModule(nn.Module):
+    """One module; `index` numbers its caches."""
+
+    def __init__(self, config: DeepseekV32Config, index: int, dtype: torch.dtype, exact: bool) -> None:
+        super().__init__()
+        hidden = config.hidden_size
+        self.embed_norm = RMSNorm(hidden, config.eps)
+        self.hidden_norm = RMSNorm(hidden, config.eps)
+        self.projection = Linear(2 * hidden, hidden, dtype, exact)
+        self.layer = DecoderLayer(config, index, dtype, exact)
+        self.norm = RMSNorm(hidden, config.eps)
+
+    def weight_slots(self, prefix: str) -> dict[str, Tensor]:
+        """Checkpoint name -> the view it fills."""
+        return {
+            f"{prefix}.enorm.weight": self.embed_norm.weight,
+            f"{prefix}.hnorm.weight": self.hidden_norm.weight,
+            f"{prefix}.eh_proj.weight": self.projection.hub_weight,
+            f"{prefix}.shared_head.norm.weight": self.norm.weight,
+            **self.layer.weight_slots(prefix),
+        }
+
+
+class DeepseekV32Mtp(DraftHead):
+    """All MTP modules of a checkpoint; embedding and vocabulary product are the target's."""
+
+    def __init__(self, target: DeepseekV32, num_modules: int, dtype: torch.dtype, exact: bool) -> None:
+        super().__init__()
+        self.num_modules = num_modules
+        self.target_layers = target.config.num_layers
+        self.config = replace(target.config, dense_layers=0, num_layers=num_modules)
+        modules = nn.ModuleList(MtpModule(self.config, i, dtype, exact) for i in range(num_modules))
+        self.mtp = cast("list[MtpModule]", modules)
+        self.embed, self.target_logits = target.embed, target.logits
+        self.mla_rotary, self.index_rotary = target.mla_rotary, target.index_rotary
+        self.max_position = target.mla_rotary.cos.shape[0]
+
+    def cache_specs(self) -> list[CacheSpec]:
+        """Latents and index keys of every module."""
+        return [spec for module in self.mtp for spec in module.layer.attention.cache_specs()]
+
+    @property
+    def attention_scale(self) -> float:
+        """As the target's."""
+        return self.config.softmax_scale
+
+    @property
+    def sparse(self) -> SparseSettings:
+        """As the target's."""
+        return self.config.sparse
+
+    def first_hidden(self, hidden: HiddenStates) -> Tensor:
+        """States after the final norm."""
+        return hidden.final
+
+    def forward(self, hidden: Tensor, batch: Batch, attention: AttentionStep, module: int = 0) -> Tensor:
+        """States [T, H] of one module."""
+        part = self.mtp[module]
+        embedded = part.embed_norm(self.embed[batch.input_ids])
+        x = part.projection(torch.cat([embedded, part.hidden_norm(hidden)], dim=-1))
+        rotary = Rotaries(self.mla_rotary(batch.positions), self.index_rotary(batch.positions))
+        return part.layer(x, rotary, attention)
+
+    def outputs(self, states: Tensor, module: int = 0) -> DraftOutput:
+        """The normalised states are recycled."""
+        normed = self.mtp[module].norm(states)
+        return DraftOutput(self.target_logits(normed), normed)
+
+    def weight_slots(self) -> dict[str, Tensor]:
+        """Hub names: module i stands behind the target's layers."""
+        slots: dict[str, Tensor] = {}
+        for i, module in enumerate(self.mtp):
+            slots |= module.weight_slots(f"model.layers.{self.target_layers + i}")
+        return slots
+
+    def ignored_weight(self, name: str) -> str | None:
+        """The target's tensors stand in the same files; copies of its embedding and head are not needed."""
+        if name.endswith(("shared_head.head.weight", "embed_tokens.weight")):
+            return "copy of the target's"
+        layer = name.removeprefix("model.layers.").split(".")[0]
+        is_draft = name.startswith("model.layers.") and int(layer) >= self.target_layers
+        return None if is_draft else "target"
+
+    @staticmethod
+    def count_modules(names: list[str], num_layers: int) -> int:
+        """How many modules the checkpoint's tensors hold; config.json may declare others."""
+        count = 0
+        while f"model.layers.{num_layers + count}.eh_proj.weight" in names:
+            count += 1
+        return count

@@ -1,0 +1,139 @@
+"""From the `spec` option to a proposer, looking at tensors rather than at the config; says what it chose and why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from skipstone.config import EngineConfig
+from skipstone.errors import ConfigError
+from skipstone.models.base import CausalLM, DraftHead
+from skipstone.models.loader import ModelInfo, load_weights, tensor_names
+from skipstone.registry import DRAFT_HEADS, PROPOSERS
+from skipstone.spec.choose import DraftChooser
+from skipstone.spec.hidden_state import HiddenStateProposer
+from skipstone.spec.ngram import NgramProposer
+from skipstone.spec.proposer import Proposer
+from skipstone.spec.verify import Verifier
+from skipstone.spec_config import SpecConfig, check_rates, parse_spec
+
+DEFAULT_K = {"mtp": 3, "eagle3": 3, "ngram": 4, "draft": 4}
+
+
+class Speculation(NamedTuple):
+    """What the engine drafts with. `k` drafts a step for requests that do not say otherwise."""
+
+    proposer: Proposer | None
+    k: int
+    reason: str
+    chooser: DraftChooser
+    verifier: Verifier
+
+    @property
+    def description(self) -> str:
+        """For the start-up card."""
+        if self.proposer is None:
+            return f"off ({self.reason})"
+        text = f"{self.proposer.needs.name}, k = {self.k} ({self.reason}); {self.chooser.mode} drafts"
+        if self.verifier.rule != "exact":
+            text += f"; verified by {self.verifier.rule}: the text depends on the drafts, its law does not"
+        return text + ("; SIMULATED acceptance: the text means nothing" if self.simulated else "")
+
+    @property
+    def simulated(self) -> bool:
+        """Whether acceptance is made up."""
+        return self.verifier.rates is not None
+
+
+class Surroundings(NamedTuple):
+    """What a proposer is built from."""
+
+    info: ModelInfo
+    target: CausalLM
+    dtype: torch.dtype
+    max_position: int
+
+
+def make_speculation(config: EngineConfig, around: Surroundings) -> Speculation:
+    """Build the proposer that `config.spec` names.
+
+    Raises ConfigError, CheckpointError, or UnsupportedError naming both features that cannot work together.
+    """
+    spec = parse_spec(config.spec)
+    rates = _rates(config, spec)
+    method, reason = spec.method, "as asked"
+    if method == "auto":
+        method, reason = _choose(around.info)
+    verification: Any = spec.verification or config.verification
+    sampling: Any = spec.draft_sampling or config.draft_sampling
+    needs_laws = verification != "exact" and rates is None
+    if needs_laws and sampling == "coupled":
+        # Drafts that share the target's noise are not independent of it, which these rules need.
+        sampling = "independent"
+    chooser, verifier = DraftChooser(sampling, keep_laws=needs_laws), Verifier(verification, rates)
+    if method == "off" or spec.k == 0:
+        return Speculation(None, 0, reason if method == "off" else "k = 0", chooser, verifier)
+    proposer: Proposer = PROPOSERS.load(method)(spec, around)
+    most = proposer.needs.max_k
+    k = spec.k or (most if method == "dflash" and most else DEFAULT_K[method])
+    if most is not None and k > most:
+        raise ConfigError(f"spec={config.spec!r}: k={k} is more than {method} can draft at once; at most {most}")
+    return Speculation(proposer, k, reason, chooser, verifier)
+
+
+def _choose(info: ModelInfo) -> tuple[Any, str]:
+    """MTP modules when the files hold any; config.json may declare modules that were never released."""
+    head = DRAFT_HEADS.load(info.architecture) if info.architecture in DRAFT_HEADS.entries else None
+    found = head.count_modules(tensor_names(info.folder), info.config.num_layers) if head else 0
+    if found:
+        return "mtp", f"auto: the files hold {found} MTP module{'s' if found > 1 else ''}"
+    declared = info.config.declared_mtp_modules
+    if declared:
+        return "off", f"auto: config.json declares {declared} MTP modules, but the files hold no MTP tensors"
+    return "off", "auto: the files hold no MTP tensors"
+
+
+def _rates(config: EngineConfig, spec: SpecConfig) -> list[float] | None:
+    """Conditional acceptance rates per position, if acceptance is simulated."""
+    rates = spec.acceptance_rates
+    if config.simulate_acceptance is not None:
+        try:
+            rates = [float(part) for part in config.simulate_acceptance.split(",")]
+        except ValueError:
+            raise ConfigError(
+                f"simulate_acceptance={config.simulate_acceptance!r} must list numbers, as in 0.8,0.6,0.45"
+            ) from None
+        check_rates(rates, f"simulate_acceptance={config.simulate_acceptance}")
+    if rates is None:
+        return None
+    before = [1.0, *rates]
+    return [rate / last if last else 0.0 for rate, last in zip(rates, before, strict=False)]
+
+
+def make_mtp(spec: SpecConfig, around: Surroundings) -> Proposer:
+    """The MTP modules that stand in the model's own files."""
+    info = around.info
+    if info.architecture not in DRAFT_HEADS.entries:
+        raise ConfigError(f"spec=mtp: {info.architecture} has no MTP modules; use ngram, eagle3, dflash or draft")
+    head_class = DRAFT_HEADS.load(info.architecture)
+    found = head_class.count_modules(tensor_names(info.folder), info.config.num_layers)
+    if not found:
+        raise ConfigError(
+            f"spec=mtp: config.json of {info.folder.name} declares {info.config.declared_mtp_modules} MTP modules, but "
+            "the files hold no MTP tensors; use another proposer or spec=off"
+        )
+    head: DraftHead = head_class(around.target, found, around.dtype, False)
+    return HiddenStateProposer("mtp", load_head(head, info.folder))
+
+
+def load_head(head: DraftHead, folder: Path) -> DraftHead:
+    """Fill a draft head from a folder. Raises CheckpointError."""
+    load_weights(head, folder)
+    return head
+
+
+def make_ngram(spec: SpecConfig, around: Surroundings) -> Proposer:
+    """Prompt lookup."""
+    return NgramProposer(spec.min_match, spec.max_match)

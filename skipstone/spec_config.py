@@ -1,0 +1,124 @@
+"""How a user names a proposer: `mtp:3`, `eagle3:FOLDER:5`, or a JSON object with vLLM's speculative-config keys."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from skipstone.errors import ConfigError
+
+Method = Literal["auto", "off", "mtp", "eagle3", "dflash", "ngram", "draft"]
+METHODS: tuple[Method, ...] = ("auto", "off", "mtp", "eagle3", "dflash", "ngram", "draft")
+NEED_FOLDER = ("eagle3", "dflash", "draft")
+LARGEST_K = 64
+DEFAULT_MIN_MATCH, DEFAULT_MAX_MATCH = 2, 5
+FORMS = "auto, off, mtp:K, eagle3:FOLDER:K, dflash:FOLDER:K, draft:FOLDER:K, ngram:K"
+# vLLM's names for methods that mean the same here.
+PEER_METHODS: dict[str, Method] = {"draft_model": "draft", "deepseek_mtp": "mtp", "minimax_m3_mtp": "mtp"}
+PEER_VERIFICATION = {"standard": "rejection", "block": "block", "synthetic": "exact"}
+
+
+class SpecConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A proposer as asked for. `k` None: chosen with the proposer. Rates are unconditional, per draft position."""
+
+    method: Method
+    folder: str | None = None
+    k: int | None = None
+    min_match: int = DEFAULT_MIN_MATCH
+    max_match: int = DEFAULT_MAX_MATCH
+    draft_sampling: str | None = None
+    verification: str | None = None
+    acceptance_rates: list[float] | None = None
+
+
+class _PeerConfig(msgspec.Struct, forbid_unknown_fields=True):
+    """vLLM's --speculative-config, the keys that mean the same here."""
+
+    method: str | None = None
+    model: str | None = None
+    num_speculative_tokens: int | None = None
+    prompt_lookup_min: int | None = None
+    prompt_lookup_max: int | None = None
+    draft_sample_method: Literal["greedy", "probabilistic"] | None = None
+    rejection_sample_method: Literal["standard", "block", "synthetic"] | None = None
+    synthetic_acceptance_rates: list[float] | None = None
+    synthetic_acceptance_length: float | None = None
+
+
+def parse_spec(text: str) -> SpecConfig:
+    """Read the value of `spec`. Raises ConfigError naming the part that is wrong and what is allowed."""
+    if text.lstrip().startswith("{"):
+        return _from_peer(text)
+    method, _, rest = text.strip().partition(":")
+    if method not in METHODS:
+        raise ConfigError(f"spec={text!r}: {method!r} is not a proposer; it must be {FORMS}, or a JSON object")
+    folder, k = rest or None, None
+    head, _, tail = rest.rpartition(":")
+    if tail.isdigit():
+        folder, k = head or None, int(tail)
+    if folder is not None and method not in NEED_FOLDER:
+        raise ConfigError(f"spec={text!r}: {method} takes a number of drafts only, as in {method}:3")
+    return _checked(SpecConfig(method=method, folder=folder, k=k), text)
+
+
+def _checked(spec: SpecConfig, text: str) -> SpecConfig:
+    if spec.k is not None and not 0 <= spec.k <= LARGEST_K:
+        raise ConfigError(f"spec={text!r}: k={spec.k} must be between 0 and {LARGEST_K}")
+    if not 1 <= spec.min_match <= spec.max_match:
+        raise ConfigError(
+            f"spec={text!r}: prompt_lookup_min={spec.min_match} must be at least 1 and at most "
+            f"prompt_lookup_max={spec.max_match}"
+        )
+    if spec.acceptance_rates is not None:
+        check_rates(spec.acceptance_rates, text)
+    return spec
+
+
+def check_rates(rates: list[float], text: str) -> None:
+    """Check unconditional acceptance rates per position. Raises ConfigError."""
+    falling = all(a >= b for a, b in zip([1.0, *rates], rates, strict=False))
+    if not rates or not falling or rates[-1] < 0:
+        raise ConfigError(f"acceptance rates in {text!r} must lie between 0 and 1 and never rise, as in 0.8,0.6,0.45")
+
+
+def _from_peer(text: str) -> SpecConfig:
+    try:
+        peer = msgspec.json.decode(text, type=_PeerConfig)
+    except msgspec.MsgspecError as error:
+        known = ", ".join(_PeerConfig.__struct_fields__)
+        raise ConfigError(f"spec={text!r} cannot be read: {error}; known keys: {known}") from None
+    name = peer.method or ("draft" if peer.model else "auto")
+    method: Any = PEER_METHODS.get(name, name)
+    if method not in METHODS:
+        raise ConfigError(f"spec={text!r}: method={name!r} is not supported, only {', '.join(METHODS)}")
+    k, rates = peer.num_speculative_tokens, peer.synthetic_acceptance_rates
+    if peer.synthetic_acceptance_length is not None:
+        rates = _rates_of_length(peer.synthetic_acceptance_length, k, text)
+    if (peer.rejection_sample_method == "synthetic") != (rates is not None):
+        raise ConfigError(
+            f"spec={text!r}: rejection_sample_method 'synthetic' and acceptance rates need each other; give both"
+        )
+    return _checked(
+        SpecConfig(
+            method=method,
+            folder=peer.model if method in NEED_FOLDER else None,
+            k=k,
+            min_match=peer.prompt_lookup_min or min(DEFAULT_MIN_MATCH, peer.prompt_lookup_max or DEFAULT_MIN_MATCH),
+            max_match=peer.prompt_lookup_max or max(DEFAULT_MAX_MATCH, peer.prompt_lookup_min or 0),
+            draft_sampling={"greedy": "greedy", "probabilistic": "independent", None: None}[peer.draft_sample_method],
+            verification=PEER_VERIFICATION[peer.rejection_sample_method] if peer.rejection_sample_method else None,
+            acceptance_rates=rates,
+        ),
+        text,
+    )
+
+
+def _rates_of_length(length: float, k: int | None, text: str) -> list[float]:
+    """The schedule of least variance with this mean length, bonus included: ones, one fraction, zeros."""
+    if k is None or not 1 <= length <= k + 1:
+        raise ConfigError(
+            f"spec={text!r}: synthetic_acceptance_length={length} must be between 1 and num_speculative_tokens + 1"
+        )
+    accepted = length - 1
+    return [min(max(accepted - i, 0.0), 1.0) for i in range(k)]
