@@ -1,0 +1,87 @@
+"""Drafts looked up in the text itself, against trying everything."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import ngram
+
+from skipstone.spec.ngram import find_drafts
+
+EXAMPLES: list[tuple[list[int], int, int, int, list[int]]] = [  # token_ids, k, min_match, max_match, expected
+    ([], 3, 1, 3, []),
+    ([7], 3, 1, 3, []),
+    ([1, 2, 3, 4], 3, 1, 3, []),  # nothing occurs twice
+    ([1, 2, 3, 1, 2], 3, 1, 3, [3, 1, 2]),  # a match at the start, drafts up to the end
+    ([1, 2, 3, 4, 5, 1, 2], 2, 1, 3, [3, 4]),  # no more than k
+    ([1, 2, 3, 4, 5, 1, 2], 0, 1, 3, []),
+    ([5, 1, 9, 1, 8, 1], 1, 1, 3, [9]),  # the earliest of several
+    ([1, 9, 2, 1, 8, 2, 1], 1, 1, 3, [8]),  # the longer suffix, although the shorter one occurs earlier
+    ([1, 9, 2, 1, 8, 2, 1], 1, 1, 1, [9]),  # unless it is too long
+    ([1, 9, 2, 1, 8, 2, 1], 2, 2, 3, [8, 2]),
+    ([1, 9, 2, 1, 8, 2, 1], 2, 3, 3, []),  # too short
+    ([3, 4, 5, 6, 1, 3, 4, 5], 2, 2, 2, [6, 1]),  # found at the length allowed, not at the longest there is
+    ([4, 4], 3, 1, 3, [4]),  # the occurrence begins before the suffix, here of length 1
+    ([4, 4, 4], 3, 1, 3, [4]),  # and overlaps with it: length 2 beats length 1
+    ([4, 4, 4], 3, 1, 1, [4, 4]),
+    ([4] * 9, 3, 2, 4, [4, 4, 4]),
+    ([4] * 9, 9, 2, 4, [4, 4, 4, 4, 4]),
+    ([1, 2, 1, 2, 1], 4, 1, 5, [2, 1]),
+    ([1, 2, 1, 2, 1], 4, 1, 2, [2, 1]),
+    ([1, 2, 1, 2, 1], 4, 4, 5, []),
+    ([6, 1, 2], 4, 3, 9, []),  # the whole text is no suffix that occurs earlier
+    ([2, 1, 2, 1, 1, 2, 1], 9, 1, 2, [2, 1, 1, 2, 1]),
+    ([2, 1, 2, 1, 1, 2, 1], 9, 1, 3, [1, 2, 1]),
+]
+
+
+@pytest.mark.parametrize(("token_ids", "k", "min_match", "max_match", "expected"), EXAMPLES)
+def test_worked_examples(token_ids: list[int], k: int, min_match: int, max_match: int, expected: list[int]) -> None:
+    """Written by hand: they hold the oracle to the rule as well."""
+    assert ngram.find_drafts(token_ids, k, min_match, max_match) == expected
+    assert find_drafts(token_ids, k, min_match, max_match) == expected
+
+
+@settings(max_examples=600, deadline=None, derandomize=True, database=None)
+@given(st.data())
+def test_any_text_over_a_small_alphabet(data: st.DataObject) -> None:
+    letters = data.draw(st.integers(1, 3))
+    token_ids = data.draw(st.lists(st.integers(0, letters - 1), max_size=24))
+    k, min_match = data.draw(st.integers(0, 6)), data.draw(st.integers(1, 6))
+    max_match = data.draw(st.integers(min_match, 8))
+    expected = ngram.find_drafts(token_ids, k, min_match, max_match)
+    assert find_drafts(token_ids, k, min_match, max_match) == expected
+
+
+@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@given(st.data())
+def test_any_text_made_of_repeated_pieces(data: st.DataObject) -> None:
+    pieces = data.draw(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=7), min_size=1, max_size=3))
+    order = data.draw(st.lists(st.sampled_from(pieces), max_size=9))
+    token_ids = [token for piece in order for token in piece]
+    k, min_match = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 4))
+    max_match = data.draw(st.integers(min_match, 40))
+    expected = ngram.find_drafts(token_ids, k, min_match, max_match)
+    assert find_drafts(token_ids, k, min_match, max_match) == expected
+
+
+@pytest.mark.parametrize("letters", [2, 30, 2000])
+def test_long_texts(letters: int) -> None:
+    rng = random.Random(letters)
+    for _ in range(10):
+        token_ids = [rng.randrange(letters) for _ in range(800)]
+        token_ids += token_ids[300 : 300 + rng.randrange(40)]
+        for min_match, max_match in ((1, 4), (3, 5), (5, 5), (2, 100)):
+            expected = ngram.find_drafts(token_ids, 7, min_match, max_match)
+            assert find_drafts(token_ids, 7, min_match, max_match) == expected
+
+
+def test_the_text_is_left_alone() -> None:
+    token_ids = [1, 2, 3, 1, 2]
+    drafts = find_drafts(token_ids, 3, 1, 3)
+    drafts.append(9)
+    assert token_ids == [1, 2, 3, 1, 2]
+    assert find_drafts(token_ids, 3, 1, 3) == [3, 1, 2]
