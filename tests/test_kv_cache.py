@@ -80,7 +80,7 @@ def valid_slots(llm: LLM) -> Tensor:
     size = engine.caches.block_size
     valid = torch.zeros(engine.caches.num_blocks, size, dtype=torch.bool)
     valid[ZERO_BLOCK] = True
-    valid[list(engine.pool._hash_of)] = True
+    valid[list(engine.pool._key_of)] = True
     for running in engine.scheduler.running:
         for i, block in enumerate(running.block_ids):
             valid[block, : max(running.num_computed_tokens - i * size, 0)] = True

@@ -478,18 +478,50 @@ class TestBlockPool:
         a, b = pool.allocate(3), pool.allocate(2)
         assert a is not None
         assert b is not None
+        for block in (*a, *b):
+            pool.register(block, hash_block(b"", [block]))
         unused = [FIRST_BLOCK + 5, FIRST_BLOCK + 6]
         pool.release(b)
         pool.release(a)
         assert pool.allocate(7) == [*unused, *reversed(b), *reversed(a)]
 
+    def test_what_nobody_can_find_goes_first(self) -> None:
+        pool = BlockPool(FIRST_BLOCK + 4, 4)
+        blocks = pool.allocate(4)
+        assert blocks is not None
+        for block in (blocks[0], blocks[2]):
+            pool.register(block, hash_block(b"", [block]))
+        pool.release(blocks[2:])
+        pool.release(blocks[:2])
+        taken = pool.allocate(4)
+        assert taken is not None
+        assert set(taken[:2]) == {blocks[1], blocks[3]}
+        assert taken[2:] == [blocks[2], blocks[0]]
+
+    def test_draft_caches_decide_who_may_share(self) -> None:
+        """The tokens behind a block belong to its key, as its draft caches depend on them."""
+        pool = BlockPool(FIRST_BLOCK + 4, 2)
+        blocks = pool.allocate(3)
+        assert blocks is not None
+        known = hash_block(b"", [1, 2])
+        pool.register(blocks[0], known, None)  # draft caches never filled
+        assert pool.acquire_prefix([1, 2, 3], 1, next_tokens=1) == ([], [], False)
+        assert pool.acquire_prefix([1, 2, 3], 1) == ([blocks[0]], [known], False)
+        pool.register(blocks[1], known, (3,))
+        assert pool.acquire_prefix([1, 2, 3], 1, next_tokens=1) == ([blocks[1]], [known], False)
+        assert pool.acquire_prefix([1, 2, 4], 1, next_tokens=1) == ([blocks[1]], [], True)
+        pool.register(blocks[2], known, (4,))
+        assert pool.acquire_prefix([1, 2, 4], 1, next_tokens=1) == ([blocks[2]], [known], False)
+        pool.check([blocks, blocks[:1], blocks[1:2], blocks[1:2], blocks[2:]])
+
     def test_finding_a_block_makes_it_recent(self) -> None:
         pool = BlockPool(FIRST_BLOCK + 3, 2)
         blocks = pool.allocate(3)
         assert blocks is not None
-        pool.register(blocks[2], hash_block(b"", [1, 2]))
+        for block, tokens in zip(blocks, ([3, 4], [5, 6], [1, 2]), strict=True):
+            pool.register(block, hash_block(b"", tokens))
         pool.release(blocks)
-        found, _ = pool.acquire_prefix([1, 2], 1)
+        found = pool.acquire_prefix([1, 2], 1).blocks
         assert found == [blocks[2]]
         pool.release(found)
         assert pool.allocate(3) == [blocks[1], blocks[0], blocks[2]]
@@ -505,18 +537,18 @@ class TestBlockPool:
         for block, known in zip(blocks, hashes, strict=True):
             pool.register(block, known)
         pool.release(blocks)
-        assert pool.acquire_prefix(tokens, 2) == (blocks[:2], hashes[:2])
+        assert pool.acquire_prefix(tokens, 2) == (blocks[:2], hashes[:2], False)
         pool.release(blocks[:2])
-        assert pool.acquire_prefix(tokens, 3) == (blocks, hashes)
+        assert pool.acquire_prefix(tokens, 3) == (blocks, hashes, False)
         assert pool.num_used == 3
         pool.release(blocks)
         taken = pool.allocate(2)  # the unused block, and the end of the sequence
         assert taken == [FIRST_BLOCK + 3, blocks[2]]
-        assert pool.acquire_prefix(tokens, 3) == (blocks[:2], hashes[:2])
+        assert pool.acquire_prefix(tokens, 3) == (blocks[:2], hashes[:2], False)
         pool.check([taken, blocks[:2]])
         pool.release(blocks[:2])
         assert pool.allocate(2) == [blocks[1], blocks[0]]
-        assert pool.acquire_prefix(tokens, 3) == ([], [])
+        assert pool.acquire_prefix(tokens, 3) == ([], [], False)
 
     def test_sharing(self) -> None:
         """Blocks of a running request are shared, and stay owned until the last owner gives them up."""
@@ -539,7 +571,7 @@ class TestBlockPool:
         known = hash_block(b"", [1, 2])
         for block in blocks:
             pool.register(block, known)
-        assert pool.acquire_prefix([1, 2], 1) == ([blocks[0]], [known])
+        assert pool.acquire_prefix([1, 2], 1) == ([blocks[0]], [known], False)
         pool.check([blocks, blocks[:1]])
 
     def test_hash_depends_on_everything_before(self) -> None:
@@ -564,7 +596,7 @@ class TestBlockPool:
             case "free":
                 pool._free[blocks[1]] = None
             case "hash":
-                pool._block_of.clear()
+                pool._blocks_of.clear()
             case "special":
                 owned = [blocks, [FIRST_BLOCK - 1]]
         with pytest.raises(BlockAccountingError):

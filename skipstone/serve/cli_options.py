@@ -52,6 +52,7 @@ SAMPLING_HELP = {
     "prompt_logprobs": "the same for the tokens of the prompt",
     "seed": "equal seeds give equal answers",
     "skip_special_tokens": "leave special tokens out of the text",
+    "num_speculative_tokens": "drafts per step, at most the engine's; 0: none. Changes the speed, never the text",
 }
 
 
