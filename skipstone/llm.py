@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from skipstone.config import EngineConfig, make_config
+from skipstone.core.observer import Observer
 from skipstone.core.request import Request, SamplingParams
 from skipstone.errors import ConfigError, RequestError
 from skipstone.models.loader import read_json, read_model_info
@@ -29,9 +30,19 @@ SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 class LLM:
-    """A model ready to write. Options are those of EngineConfig; errors are SkipstoneErrors."""
+    """A model ready to write. Options are those of EngineConfig; errors are SkipstoneErrors.
 
-    def __init__(self, model: str | None = None, *, config: EngineConfig | None = None, **options: Any) -> None:
+    An `observer` is told what happens inside each step, and costs nothing when there is none.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        config: EngineConfig | None = None,
+        observer: Observer | None = None,
+        **options: Any,
+    ) -> None:
         if (model is None) == (config is None):
             raise ConfigError("give either a model or a config, not both")
         self.config = config or make_config(model=str(model), **options)
@@ -41,7 +52,7 @@ class LLM:
         generation_file = self.folder / "generation_config.json"
         self._generation = read_json(generation_file, "it may be deleted") if generation_file.exists() else {}
         self.eos_token_ids = _eos_token_ids(self._generation, self.info.raw, self.info.config.vocab_size)
-        self.engine = Engine(self.info, self.config)
+        self.engine = Engine(self.info, self.config, observer)
         self._sessions: dict[str, tuple[Session, Choice]] = {}
         self._numbers = itertools.count()
 

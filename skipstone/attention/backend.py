@@ -14,6 +14,7 @@ from torch import Tensor
 
 from skipstone.core.batch import Batch, Selection
 from skipstone.core.kv_cache import CacheSpec, KVCache
+from skipstone.core.observer import Observer
 from skipstone.errors import UnsupportedError
 from skipstone.kernels.reference.kv_store import store
 from skipstone.registry import ATTENTION
@@ -85,6 +86,7 @@ class LayerAttention(NamedTuple):
     attend_metadata: Any
     indexer: IndexBackend | None
     indexer_metadata: Any
+    observer: Observer | None = None
 
     def write(self, rows: CacheRows) -> None:
         """Store whatever of `rows` is present at the batch's slots; all caches have one layout."""
@@ -95,7 +97,10 @@ class LayerAttention(NamedTuple):
     def select(self, query: IndexQuery) -> Selection:
         """The keys that each row reads. Only for layers with an indexer."""
         assert self.indexer is not None
-        return self.indexer.select(self.indexer_metadata, self.layer, query, self.cache)
+        selection = self.indexer.select(self.indexer_metadata, self.layer, query, self.cache)
+        if self.observer is not None:
+            self.observer.on_selection(self.layer, selection)
+        return selection
 
     def run(self, q: Tensor, selection: Selection | None) -> Tensor:
         """q [T, heads, width] -> [T, heads, value width]."""
@@ -111,6 +116,8 @@ class AttentionStep(NamedTuple):
 
 class AttentionGroups:
     """The cache groups of one model, target or draft, and the backend of each."""
+
+    observer: Observer | None = None
 
     def __init__(
         self, specs: list[CacheSpec], cache: KVCache, scale: float, sparse: SparseSettings | None, exact: bool
@@ -136,7 +143,9 @@ class AttentionGroups:
             assert isinstance(attend, AttentionBackend)
             assert index is None or isinstance(index, IndexBackend)
             index_metadata = per_group[index_group] if index_group else None
-            per_layer[layer] = LayerAttention(layer, batch, self.cache, attend, per_group[group], index, index_metadata)
+            per_layer[layer] = LayerAttention(
+                layer, batch, self.cache, attend, per_group[group], index, index_metadata, self.observer
+            )
         return AttentionStep(per_group, per_layer)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from skipstone.config import EngineConfig
+from skipstone.core.observer import Observer
 from skipstone.core.request import FinishReason, Request
 from skipstone.errors import RequestError
 from skipstone.models.base import CausalLM
@@ -32,7 +33,7 @@ class EngineStats:
 class Engine:
     """Runs requests over one model until they end. Not thread-safe: one caller steps it."""
 
-    def __init__(self, info: ModelInfo, config: EngineConfig) -> None:
+    def __init__(self, info: ModelInfo, config: EngineConfig, observer: Observer | None = None) -> None:
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
         self.dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
@@ -44,7 +45,7 @@ class Engine:
         specs = self.model.cache_specs() + (proposer.cache_specs() if proposer else [])
         self.caches: CachePlan = plan_caches(config, info.config, specs, self.dtype)
         sizes = (self.caches.num_blocks, self.caches.block_size)
-        self.runner = ModelRunner(self.model, *sizes, self.dtype, config.exact, self.speculation)
+        self.runner = ModelRunner(self.model, *sizes, self.dtype, config.exact, self.speculation, observer)
         self.pool = BlockPool(self.caches.num_blocks, self.caches.block_size)
         limits = (config.max_num_batched_tokens, config.max_num_seqs)
         needs = proposer.needs if proposer else None

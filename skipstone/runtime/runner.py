@@ -7,17 +7,18 @@ from torch import Tensor
 
 from skipstone.attention.backend import AttentionGroups
 from skipstone.core.kv_cache import KVCache
+from skipstone.core.observer import EmittedRun, Observer, Phase
 from skipstone.core.plan import StepOutput, StepPlan, StepResult
 from skipstone.core.request import TokenLogprobs
-from skipstone.core.sampling_rows import SampledRow
+from skipstone.core.sampling_rows import SampledRow, sampling_rows
 from skipstone.kernels.reference.gemm import cpu_threads
-from skipstone.kernels.reference.sampling import token_logprobs
+from skipstone.kernels.reference.sampling import decision_scores, token_logprobs
 from skipstone.models.base import CausalLM, HiddenStates
 from skipstone.runtime.batch_builder import LogitRow, StepRows, build_rows
 from skipstone.runtime.speculation import Speculation
 from skipstone.spec.choose import DraftChooser
 from skipstone.spec.proposer import DraftRequest, DraftStep, Proposer
-from skipstone.spec.verify import Verifier
+from skipstone.spec.verify import Run, Verifier
 
 # Steps of less work than this (rows x bytes of weights) run on one thread: their operations are so short that a second
 # one gains at most a fifth, and costs a hundredfold where other programs keep the cores busy (2.2 s against 22 ms for
@@ -47,6 +48,7 @@ class ModelRunner:
         dtype: torch.dtype,
         exact: bool,
         speculation: Speculation | None = None,
+        observer: Observer | None = None,
     ) -> None:
         self.model = model
         self.block_size = block_size
@@ -54,6 +56,7 @@ class ModelRunner:
         specs, config = model.cache_specs(), model.config
         self.cache = KVCache(specs, num_blocks, block_size, dtype, torch.device("cpu"))
         self.groups = AttentionGroups(specs, self.cache, config.softmax_scale, config.sparse, exact)
+        self.observer = self.groups.observer = observer
         self.proposer = speculation.proposer if speculation else None
         self.verifier = speculation.verifier if speculation else Verifier()
         self.chooser = speculation.chooser if speculation else DraftChooser("coupled")
@@ -74,12 +77,19 @@ class ModelRunner:
         hidden = self.model(rows.batch, self.groups.plan(rows.batch), taps)
         logits = self.model.logits(hidden.final[rows.batch.logits_indices])  # [L, V] float32
         sampled_logits, prompt_logits = logits.split([len(rows.sampled), len(rows.prompt)])
+        self._ended("target")
         results = [StepResult() for _ in plan.scheduled]
         self._verify(plan, rows.sampled, sampled_logits, results)
         self._report_prompt(plan, rows.prompt, prompt_logits, results)
+        self._ended("verify")
         if self.proposer is not None:
             self._draft(self.proposer, plan, rows, hidden, results)
+            self._ended("draft")
         return StepHandle(StepOutput(results))
+
+    def _ended(self, phase: Phase) -> None:
+        if self.observer is not None:
+            self.observer.on_phase(phase)
 
     def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         sources, destinations = torch.tensor(copies).unbind(1)
@@ -104,6 +114,8 @@ class ModelRunner:
             results[item].token_ids, results[item].num_accepted = run.token_ids, run.num_accepted
             kept += range(first, first + len(run.token_ids))
             first += len(ids) + 1
+        if self.observer is not None and runs:
+            self.observer.on_runs(_emitted_runs(plan, rows, sampled, runs, kept, logits))
         emitted = [token for run in runs for token in run.token_ids]
         params = [plan.scheduled[rows[i].item].request.params for i in kept]
         wanted = [place for place, p in enumerate(params) if p.logprobs is not None]
@@ -119,7 +131,8 @@ class ModelRunner:
         chosen, requests = [], []
         for i, (item, result) in enumerate(zip(plan.scheduled, results, strict=True)):
             request = item.request
-            missed = proposer.needs.follows_target and request.num_draft_computed != item.start
+            valid = request.num_draft_computed + max(proposer.needs.next_tokens - 1, 0)
+            missed = proposer.needs.follows_target and valid < item.start
             if request.max_drafts == 0 or missed:
                 continue
             draft = DraftRequest(request, slice(*rows.starts[i : i + 2]), item.start, result.token_ids, 0)
@@ -142,6 +155,24 @@ class ModelRunner:
         counts = [item.request.params.prompt_logprobs or 0 for item in items]
         for row, entry in zip(rows, _logprobs(logits, following, counts), strict=True):
             results[row.item].prompt_logprobs.append(entry)
+
+
+def _emitted_runs(
+    plan: StepPlan, rows: list[LogitRow], sampled: list[SampledRow], runs: list[Run], kept: list[int], logits: Tensor
+) -> list[EmittedRun]:
+    """What an observer is told; `kept` are the rows of the runs' tokens, one run after the other."""
+    logits = logits[kept]
+    scores = decision_scores(logits, sampling_rows([sampled[i] for i in kept]))
+    emitted, first = [], 0
+    for run in runs:
+        part = slice(first, first + len(run.token_ids))
+        item = plan.scheduled[rows[kept[first]].item]
+        drafts, places = item.request.drafts[: item.num_drafts], [rows[i].row for i in kept[part]]
+        start = len(item.request.token_ids)
+        own = (run.token_ids, drafts, run.num_accepted, places, logits[part], scores[part])
+        emitted.append(EmittedRun(item.request, start, *own))
+        first = part.stop
+    return emitted
 
 
 def _logprobs(logits: Tensor, token_ids: list[int], counts: list[int]) -> list[TokenLogprobs]:

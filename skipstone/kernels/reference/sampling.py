@@ -33,11 +33,16 @@ def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
     """
     if rows.all_greedy and rows.penalties is None and rows.bias is None:
         return _clean(logits).argmax(dim=1)  # argmax documents that the first of equal maxima is returned
+    return decision_scores(logits, rows).argmax(dim=1)
+
+
+def decision_scores(logits: Tensor, rows: SamplingRows) -> Tensor:
+    """What `sample` takes the maximum of: the processed logits, plus the noise of rows that are not greedy. [L, V]."""
     scores = process_logits(logits, rows)
     if not rows.all_greedy:
         noise = gumbel_noise(rows.seed, rows.position, logits.shape[1])
         scores += noise.masked_fill_((rows.temperature == 0)[:, None], 0.0)
-    return scores.argmax(dim=1)
+    return scores
 
 
 def process_logits(logits: Tensor, rows: SamplingRows) -> Tensor:
