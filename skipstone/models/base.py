@@ -146,8 +146,46 @@ class DraftHead(WeightedModel):
         """States [T, H] of one module; `batch.input_ids` are the tokens at p + module + 1."""
         raise NotImplementedError
 
+    def recycled(self, states: Tensor, module: int = 0) -> Tensor:
+        """What the next draft step or module is fed in place of the target's state; states [R, H] are of `forward`."""
+        raise NotImplementedError
+
     def outputs(self, states: Tensor, module: int = 0) -> DraftOutput:
         """Logits and recycled states of the rows [R, H] of `forward`."""
+        raise NotImplementedError
+
+
+class BlockDraftHead(WeightedModel):
+    """A head that drafts a block of tokens in one pass (DFlash), over caches of its own.
+
+    The target's rows never run through its layers: keys and values are made from the target's states directly. A block
+    is the newest committed token and one mask token per draft, all of which see each other and the whole context.
+    """
+
+    taps: tuple[int, ...]
+    block_size: int  # rows of a block, one more than it can draft
+    mask_token_id: int
+    max_position: int
+
+    def cache_specs(self) -> list[CacheSpec]:
+        """Cache groups of the draft layers."""
+        raise NotImplementedError
+
+    @property
+    def attention_scale(self) -> float:
+        """Factor on attention scores."""
+        raise NotImplementedError
+
+    def store_context(self, hidden: HiddenStates, batch: Batch, attention: AttentionStep) -> None:
+        """Write keys and values of the target's rows, whose states are given, into every layer's cache."""
+        raise NotImplementedError
+
+    def forward(self, batch: Batch, attention: AttentionStep) -> Tensor:
+        """States [T, H] of the rows of blocks."""
+        raise NotImplementedError
+
+    def logits(self, states: Tensor) -> Tensor:
+        """[R, H] -> [R, V] float32; a mask token's row predicts the token at its own position."""
         raise NotImplementedError
 
 

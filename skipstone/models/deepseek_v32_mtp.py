@@ -84,9 +84,13 @@ class DeepseekV32Mtp(DraftHead):
         rotary = Rotaries(self.mla_rotary(batch.positions), self.index_rotary(batch.positions))
         return part.layer(x, rotary, attention)
 
+    def recycled(self, states: Tensor, module: int = 0) -> Tensor:
+        """The normalised states."""
+        return self.mtp[module].norm(states)
+
     def outputs(self, states: Tensor, module: int = 0) -> DraftOutput:
-        """The normalised states are recycled."""
-        normed = self.mtp[module].norm(states)
+        """The normalised states give the logits as well."""
+        normed = self.recycled(states, module)
         return DraftOutput(self.target_logits(normed), normed)
 
     def weight_slots(self) -> dict[str, Tensor]:

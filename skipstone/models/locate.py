@@ -7,6 +7,7 @@ from pathlib import Path
 from skipstone.errors import CheckpointError
 
 DEMOS = ("demo", "demo-dsa")
+HEAD_FOLDERS = ("eagle3", "dflash", "draft")
 _PACKAGE = Path(__file__).resolve().parent.parent
 
 
@@ -26,6 +27,21 @@ def locate(model: str) -> Path:
         f"model={model} is neither a folder ({folder.absolute()} does not exist) nor a demo; nothing is downloaded: "
         f"name a checkpoint folder on this machine, or one of {', '.join(DEMOS)}"
     )
+
+
+def shipped_prompts() -> Path:
+    """The held-out prompts that ship with the project, four kinds of text. Raises CheckpointError without them."""
+    places = [_PACKAGE.parent / "checkpoints" / "prompts.jsonl", _PACKAGE / "checkpoints" / "prompts.jsonl"]
+    for file in places:
+        if file.is_file():
+            return file
+    raise CheckpointError(f"the shipped prompts are not installed (looked for {places[0]}); pass --prompts FILE")
+
+
+def heads_beside(folder: Path) -> dict[str, Path]:
+    """Draft heads and draft models that lie beside a model's folder, by method: MODEL-eagle3, MODEL-dflash."""
+    found = {method: folder.resolve().with_name(f"{folder.resolve().name}-{method}") for method in HEAD_FOLDERS}
+    return {method: place for method, place in found.items() if (place / "config.json").is_file()}
 
 
 def _demo(name: str) -> Path:

@@ -206,7 +206,10 @@ class Scheduler:
         if not self.prefix_caching:
             return
         size = self.pool.block_size
-        full = min(request.num_computed_tokens, len(request.token_ids)) // size
+        full = min(request.num_computed_tokens, len(request.token_ids))
+        if request.num_draft_computed:  # until its draft caches are filled as well, a block is of less use to others
+            full = min(full, request.num_draft_computed)
+        full //= size
         for i in range(len(request.block_hashes), full):
             parent = request.block_hashes[-1] if request.block_hashes else b""
             block_hash = hash_block(parent, request.token_ids[i * size : (i + 1) * size])

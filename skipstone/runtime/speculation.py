@@ -16,6 +16,7 @@ from skipstone.spec.choose import DraftChooser
 from skipstone.spec.hidden_state import HiddenStateProposer
 from skipstone.spec.ngram import NgramProposer
 from skipstone.spec.proposer import Proposer
+from skipstone.spec.several_modules import SeveralModulesProposer
 from skipstone.spec.verify import Verifier
 from skipstone.spec_config import SpecConfig, check_rates, parse_spec
 
@@ -125,7 +126,8 @@ def make_mtp(spec: SpecConfig, around: Surroundings) -> Proposer:
             "the files hold no MTP tensors; use another proposer or spec=off"
         )
     head: DraftHead = head_class(around.target, found, around.dtype, False)
-    return HiddenStateProposer("mtp", load_head(head, info.folder))
+    kind = HiddenStateProposer if found == 1 else SeveralModulesProposer
+    return kind("mtp", load_head(head, info.folder))
 
 
 def load_head(head: DraftHead, folder: Path) -> DraftHead:
