@@ -55,6 +55,8 @@ DRAFT_HEADS = Registry(
         "MiniMaxM3SparseForConditionalGeneration": "models.minimax_m3_mtp:MiniMaxM3Mtp",
         "MiniMaxM3SparseForCausalLM": "models.minimax_m3_mtp:MiniMaxM3Mtp",
         "DeepseekV32ForCausalLM": "models.deepseek_v32_mtp:DeepseekV32Mtp",
+        "LlamaForCausalLMEagle3": "models.eagle3:Eagle3",
+        "DFlashDraftModel": "models.dflash:Dflash",
     },
 )
 
@@ -64,5 +66,8 @@ PROPOSERS = Registry(
     {
         "mtp": "runtime.speculation:make_mtp",
         "ngram": "runtime.speculation:make_ngram",
+        "eagle3": "runtime.proposers:make_eagle3",
+        "dflash": "runtime.proposers:make_dflash",
+        "draft": "runtime.proposers:make_draft",
     },
 )

@@ -43,7 +43,8 @@ class Engine:
         self.speculation = make_speculation(config, Surroundings(info, self.model, self.dtype, longest))
         proposer = self.speculation.proposer
         specs = self.model.cache_specs() + (proposer.cache_specs() if proposer else [])
-        self.caches: CachePlan = plan_caches(config, info.config, specs, self.dtype)
+        draft_unit = proposer.needs.block_unit if proposer else 1
+        self.caches: CachePlan = plan_caches(config, info.config, specs, self.dtype, draft_unit)
         sizes = (self.caches.num_blocks, self.caches.block_size)
         self.runner = ModelRunner(self.model, *sizes, self.dtype, config.exact, self.speculation, observer)
         self.pool = BlockPool(self.caches.num_blocks, self.caches.block_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,14 +41,20 @@ def free_memory_bytes() -> int:
     return 4 << 30
 
 
-def plan_caches(config: EngineConfig, model: ModelConfig, specs: list[CacheSpec], dtype: torch.dtype) -> CachePlan:
-    """Resolve block size, number of blocks and longest sequence. Raises ConfigError when they cannot agree."""
-    unit = model.block_unit
+def plan_caches(
+    config: EngineConfig, model: ModelConfig, specs: list[CacheSpec], dtype: torch.dtype, draft_unit: int = 1
+) -> CachePlan:
+    """Resolve block size, number of blocks and longest sequence. Raises ConfigError when they cannot agree.
+
+    Blocks serve target and draft layers, so they hold whole sparse blocks of both.
+    """
+    unit = math.lcm(model.block_unit, draft_unit)
     block_size = config.block_size or unit * max(1, -(-SMALLEST_BLOCK // unit))
     if block_size % unit:
-        raise ConfigError(
-            f"block_size={block_size} must be a multiple of {unit}, the model's sparse block; pass --block-size {unit}"
-        )
+        whose = "the model's sparse block"
+        if draft_unit > 1:
+            whose = f"for the model's sparse block {model.block_unit} and the draft model's {draft_unit}"
+        raise ConfigError(f"block_size={block_size} must be a multiple of {unit}, {whose}; pass --block-size {unit}")
     longest = config.max_model_len or model.max_position_embeddings
     if longest > model.max_position_embeddings:
         raise ConfigError(

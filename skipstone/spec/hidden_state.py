@@ -17,8 +17,8 @@ from skipstone.attention.backend import AttentionGroups, check_groups
 from skipstone.core.batch import Batch
 from skipstone.core.kv_cache import CacheSpec, KVCache
 from skipstone.core.rows import QueryRows, build_batch
-from skipstone.core.sampling_rows import SampledRow
-from skipstone.models.base import DraftHead
+from skipstone.models.base import DraftHead, DraftOutput
+from skipstone.spec.chain import draft_chain
 from skipstone.spec.proposer import DraftRequest, Drafts, DraftStep, ProposerNeeds
 
 
@@ -54,10 +54,8 @@ class HiddenStateProposer:
         """First pass over the target's rows, then one row per request and draft."""
         batch, hidden, ends = self._first_rows(step)
         states = self.head(hidden, batch, self.groups.plan(batch))
-        drafts: list[list[int]] = [[] for _ in step.requests]
-        active = [i for i, request in enumerate(step.requests) if request.wanted]
-        if active:
-            self._draft(step, active, states[[ends[i] for i in active]], drafts)
+        last = {i: states[ends[i]] for i, request in enumerate(step.requests) if request.wanted}
+        drafts = draft_chain(self, step, last, first=-1, block_size=self.cache.block_size)
         return [Drafts(ids, request.num_valid) for ids, request in zip(drafts, step.requests, strict=True)]
 
     def _first_rows(self, step: DraftStep) -> tuple[Batch, Tensor, list[int]]:
@@ -76,35 +74,13 @@ class HiddenStateProposer:
         ends = [start + r.num_valid - 1 - r.start for start, r in zip(starts, step.requests, strict=True)]
         return batch, hidden, ends
 
-    def _draft(self, step: DraftStep, active: list[int], states: Tensor, drafts: list[list[int]]) -> None:
-        """Extend `drafts` of the active requests; states [A, H] are those of their last valid rows."""
-        requests = step.requests
-        batch: Batch | None = None
-        longest = max(requests[i].wanted for i in active)
-        for done in range(1, longest + 1):
-            logits, recycled = self.head.outputs(states)
-            rows = [SampledRow(requests[i].request, requests[i].emitted + drafts[i]) for i in active]
-            for i, token in zip(active, step.choose(logits, rows), strict=True):
-                drafts[i].append(token)
-            kept = [place for place, i in enumerate(active) if requests[i].wanted > done]
-            if not kept:
-                return
-            if batch is None or len(kept) < len(active):
-                active, recycled = [active[place] for place in kept], recycled[kept]
-                batch = self._step_rows(requests, active, drafts, longest - done)
-            else:
-                batch = replace(
-                    batch.advanced(self.cache.block_size), input_ids=torch.tensor([drafts[i][-1] for i in active])
-                )
-            states = self.head(recycled, batch, self.groups.plan(batch))
+    def outputs(self, states: Tensor) -> DraftOutput:
+        """Those of the head."""
+        return self.head.outputs(states)
 
-    def _step_rows(self, requests: list[DraftRequest], active: list[int], drafts: list[list[int]], steps: int) -> Batch:
-        """One row per active request: its newest draft, at the position before the draft's own."""
-        rows = [
-            QueryRows(drafts[i][-1:], requests[i].length - 2 + len(drafts[i]), requests[i].request.block_ids)
-            for i in active
-        ]
-        return build_batch(rows, self.cache.block_size, lookahead=steps - 1)
+    def run(self, recycled: Tensor, batch: Batch) -> Tensor:
+        """The head's states after one draft step."""
+        return self.head(recycled, batch, self.groups.plan(batch))
 
 
 def _shifted_ids(request: DraftRequest) -> list[int]:

@@ -27,7 +27,8 @@ class ProposerNeeds(NamedTuple):
     `next_tokens` L: its caches at position p depend on the tokens up to p + L, so that a cached block can only be
     shared by requests whose next L tokens agree. `lookahead`: cache slots that k drafts take beyond the committed
     tokens, as a multiple of k plus a constant. `follows_target`: its caches are filled from the target's hidden
-    states, so a step that it misses cannot be made up.
+    states, so a step that it misses cannot be made up. `block_unit`: cache blocks must be a multiple of this many
+    tokens. `default_k`: drafts a step when the user names no number.
     """
 
     name: str
@@ -37,6 +38,8 @@ class ProposerNeeds(NamedTuple):
     follows_target: bool = False
     max_k: int | None = None
     max_position: int | None = None
+    block_unit: int = 1
+    default_k: int | None = None
 
     def lookahead(self, k: int) -> int:
         """Slots beyond the committed tokens that drafting k tokens may write."""

@@ -1,0 +1,87 @@
+"""What the dense decoder layers of draft heads share: their config keys, their caches, their place in a target."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from skipstone.core.kv_cache import CacheSpec, CacheTensorSpec
+from skipstone.errors import ConfigError
+from skipstone.models.base import ConfigReader, ModelConfig
+
+
+@dataclass(frozen=True)
+class DraftLayerConfig:
+    """A plain decoder layer: grouped-query attention with full rotary embedding, and a gated MLP."""
+
+    hidden_size: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+    rope_theta: float
+    max_position: int
+
+    @property
+    def softmax_scale(self) -> float:
+        """head_dim^-1/2."""
+        return float(self.head_dim**-0.5)
+
+    def cache_specs(self, layer: int) -> list[CacheSpec]:
+        """Keys and values of one layer, all layers in one group."""
+        tensors = tuple(CacheTensorSpec(name, self.kv_heads, self.head_dim) for name in ("k", "v"))
+        return [CacheSpec(layer, "draft K/V", "dense", tensors)]
+
+
+def read_draft_layer(reader: ConfigReader) -> DraftLayerConfig:
+    """Read the keys of a decoder layer. Raises ConfigError naming one that is missing, or asks for what we lack."""
+    reader.expect("hidden_act", ("silu",), "silu")
+    reader.expect("attention_bias", (False,), False)
+    reader.expect("mlp_bias", (False,), False)
+    reader.expect("rope_scaling", (None,))
+    reader.expect("use_sliding_window", (False, None))
+    if "use_sliding_window" not in reader.raw:
+        reader.expect("sliding_window", (None,))
+    rope: dict[str, Any] = {}
+    if reader.raw.get("rope_parameters") is not None:
+        parameters = reader.section("rope_parameters")
+        parameters.expect("rope_type", ("default",), "default")
+        rope = parameters.raw
+    hidden, heads = reader.integer("hidden_size"), reader.integer("num_attention_heads")
+    kv_heads = reader.integer("num_key_value_heads", default=heads)
+    reader.multiple("num_attention_heads", heads, "num_key_value_heads", kv_heads)
+    if reader.raw.get("head_dim") is None:
+        reader.multiple("hidden_size", hidden, "num_attention_heads", heads)
+    head_dim = reader.integer("head_dim") if reader.raw.get("head_dim") is not None else hidden // heads
+    reader.multiple("head_dim", head_dim, "2 halves", 2)
+    return DraftLayerConfig(
+        hidden_size=hidden,
+        intermediate=reader.integer("intermediate_size"),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        eps=reader.number("rms_norm_eps"),
+        rope_theta=reader.number("rope_theta", default=rope.get("rope_theta", 10000.0)),
+        max_position=reader.integer("max_position_embeddings"),
+    )
+
+
+def check_vocabulary(reader: ConfigReader, target: ModelConfig) -> None:
+    """Raise ConfigError when the head was made for another vocabulary than the target's."""
+    if reader.integer("vocab_size", default=target.vocab_size) != target.vocab_size:
+        raise ConfigError(
+            f"{reader.where}: vocab_size={reader.raw['vocab_size']} differs from the target's {target.vocab_size}; "
+            "use a head that was trained for this model"
+        )
+
+
+def read_layer_ids(reader: ConfigReader, key: str, ids: Any, low: int, high: int) -> tuple[int, ...]:
+    """Distinct layer numbers from low to high, ascending. Raises ConfigError naming the key."""
+    whole = isinstance(ids, list) and ids and all(isinstance(i, int) and not isinstance(i, bool) for i in ids)
+    if not whole or len(set(ids)) < len(ids) or min(ids) < low or max(ids) > high:
+        raise ConfigError(
+            f"{reader.where}: {key}={ids!r} must list different layers of the target, {low} to {high}; use a head that "
+            "was trained for this model"
+        )
+    return tuple(sorted(ids))
