@@ -27,7 +27,7 @@ Results go to standard output, everything else to standard error.
 | exit code | meaning |
 |---|---|
 | 0 | done |
-| 1 | a fault of the program, with its traceback |
+| 1 | a fault of the program, with its traceback; or `check` has found a difference |
 | 2 | an error in what was asked: one line with the field, its value and the way out (`--traceback` shows more) |
 | 3 | a check failed: `inspect` found a checkpoint that does not load |
 | 130 | ended by Ctrl-C |

@@ -1,6 +1,7 @@
 """The command line: finds the verb, reads its options, and turns errors into one line and an exit code.
 
-Exit codes: 0 done; 1 a bug of ours, with its traceback; 2 an error in what was asked; 3 a check failed; 130 Ctrl-C.
+Exit codes: 0 done; 1 a bug of ours, with its traceback, or one that `check` has found; 2 an error in what was asked;
+3 a checkpoint that does not load; 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ COMMANDS = Registry(
     {
         "generate": "serve.cli_generate:COMMAND",
         "chat": "serve.cli_chat:COMMAND",
+        "check": "tools.check:COMMAND",
         "inspect": "tools.inspect:COMMAND",
         "version": "serve.cli_version:COMMAND",
     },

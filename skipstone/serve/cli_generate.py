@@ -43,7 +43,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     check_sampling(prompts, params, read_vocab_size(folder))
     with open_model(settings, args.quiet) as (llm, resolved):
         params = [resolved.sampling_params(prompt.overrides) for prompt in prompts]
-        inputs = [_encoded(llm, prompt) for prompt in prompts]
+        inputs = [encoded(llm, prompt) for prompt in prompts]
         streams = len(prompts) == 1 and params[0].n == 1 and args.json is None and sys.stdout.isatty()
         if streams:
             outputs = [_stream(llm, inputs[0], params[0])]
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     return 0
 
 
-def _encoded(llm: LLM, prompt: Prompt) -> list[int]:
+def encoded(llm: LLM, prompt: Prompt) -> list[int]:
     """The prompt's token ids. Raises RequestError naming its line when it does not fit or cannot be encoded."""
     token_ids = prompt.token_ids
     if token_ids is None:
@@ -112,7 +112,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="FILE",
         help=".txt: one prompt a line; .jsonl: one object a line with prompt, prompt_token_ids or messages, an id if "
-        "wanted, and any sampling field; blank lines do not count; may be repeated",
+        "wanted, and any sampling field (kind and reference are skipped); blank lines do not count; may be repeated",
     )
     group.add_argument("--json", metavar="OUT", help="write one JSON object a line to this file, or to - (stdout)")
     group.add_argument("--stats", action="store_true", help="at the end: tokens, tokens/s, steps, cache use")

@@ -15,6 +15,7 @@ from skipstone.core.request import SamplingParams
 from skipstone.errors import ConfigError, RequestError
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
+LABELS = ("id", "kind", "reference")  # of a line; the last two are for its reader
 HEADING_LENGTH = 80
 _ANY_VOCABULARY = 2**31
 
@@ -31,6 +32,11 @@ class Prompt:
     overrides: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def name(self) -> str:
+        """The id its line gives it, or where it stands."""
+        return self.source if self.request_id.isdigit() else self.request_id
+
+    @property
     def heading(self) -> str:
         """Its beginning, on one line."""
         said = self.text or (str(self.messages[-1].get("content", "")) if self.messages else str(self.token_ids))
@@ -41,7 +47,7 @@ def read_prompts(args: argparse.Namespace) -> list[Prompt]:
     """Every prompt of the command line, in its order. Raises ConfigError naming a file, a line and a field."""
     prompts = [Prompt(f"{i}", "-p", text=text) for i, text in enumerate(args.prompt)]
     for name in args.file:
-        prompts += _read_file(name, len(prompts))
+        prompts += read_file(name, len(prompts))
     if args.stdin:
         text = _decode(sys.stdin.buffer.read(), "standard input")
         prompts.append(Prompt(f"{len(prompts)}", "standard input", text=text))
@@ -80,16 +86,17 @@ def read_vocab_size(folder: Path) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def _read_file(name: str, first: int) -> list[Prompt]:
+def read_file(name: str, first: int = 0, flag: str = "-f") -> list[Prompt]:
+    """The prompts of one file, ids counted from `first`. Raises ConfigError naming the flag, a line and a field."""
     if name == "-":
-        raise ConfigError("-f - is not supported; a plain - reads one prompt from standard input")
+        raise ConfigError(f"{flag} - is not supported; name a file")
     path = Path(name)
     if path.suffix not in (".txt", ".jsonl"):
-        raise ConfigError(f"-f {name}: the name must end in .txt (one prompt a line) or .jsonl (one object a line)")
+        raise ConfigError(f"{flag} {name}: the name must end in .txt (one prompt a line) or .jsonl (one object a line)")
     try:
         content = _decode(path.read_bytes(), name)
     except OSError as error:
-        raise ConfigError(f"-f {name} cannot be read: {error.strerror}") from None
+        raise ConfigError(f"{flag} {name} cannot be read: {error.strerror}") from None
     prompts: list[Prompt] = []
     for number, line in enumerate(content.split("\n"), start=1):
         if line.strip():
@@ -98,7 +105,7 @@ def _read_file(name: str, first: int) -> list[Prompt]:
             is_text = path.suffix == ".txt"
             prompts.append(Prompt(request_id, source, text) if is_text else _read_object(request_id, source, text))
     if not prompts:
-        raise ConfigError(f"-f {name} holds no prompt; blank lines do not count")
+        raise ConfigError(f"{flag} {name} holds no prompt; blank lines do not count")
     return prompts
 
 
@@ -109,8 +116,8 @@ def _read_object(request_id: str, source: str, line: str) -> Prompt:
         raise ConfigError(f"{source}: not a JSON object ({error})") from None
     known = options_of(SamplingParams)
     for key in raw:
-        if key not in known and key not in (*PROMPT_KEYS, "id"):
-            raise unknown_option(key, [*PROMPT_KEYS, "id", *known], "field", source)
+        if key not in known and key not in (*PROMPT_KEYS, *LABELS):
+            raise unknown_option(key, [*PROMPT_KEYS, *LABELS, *known], "field", source)
     given = [key for key in PROMPT_KEYS if key in raw]
     if len(given) != 1:
         found = " and ".join(given) if given else "none of them"

@@ -1,0 +1,52 @@
+"""A progress bar on a terminal; elsewhere a line at every quarter. Always on standard error."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+
+from skipstone.serve.cli_output import note
+
+WIDTH_ELSEWHERE = 160
+
+
+class Progress:
+    """Counts `total` pieces of work."""
+
+    def __init__(self, title: str, total: int) -> None:
+        self.title, self.total, self.done = title, total, 0
+        self.terminal = sys.stderr.isatty()
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self.bar = Bar(*columns, console=Console(stderr=True), disable=not self.terminal, transient=True)
+        self.task = self.bar.add_task(title, total=total)
+
+    def __enter__(self) -> Progress:
+        self.bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.bar.stop()
+
+    def say(self, what: str) -> None:
+        """Name what is being done."""
+        self.bar.update(self.task, description=f"{self.title}: {what}")
+
+    def tick(self, count: int = 1) -> None:
+        """Some pieces are done."""
+        before, self.done = self.done, self.done + count
+        self.bar.advance(self.task, count)
+        quarter = self.done * 4 // self.total
+        if not self.terminal and quarter > before * 4 // self.total:
+            note(f"{self.title}: {quarter * 25} %")
+
+
+def console() -> Console:
+    """Where results go: standard output, wide enough for tables when it is no terminal."""
+    wide = None if sys.stdout.isatty() else WIDTH_ELSEWHERE
+    return Console(width=wide, highlight=False, soft_wrap=False)

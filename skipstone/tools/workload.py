@@ -1,0 +1,105 @@
+"""The prompts and proposers that check and tune run, and one engine's way through them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import msgspec
+
+from skipstone.config import EngineConfig
+from skipstone.core.observer import Observer
+from skipstone.core.request import SamplingParams
+from skipstone.core.speculation import SpeculationStats
+from skipstone.errors import ConfigError, RequestError
+from skipstone.llm import LLM
+from skipstone.models.loader import ModelInfo
+from skipstone.models.locate import shipped_prompts
+from skipstone.outputs import RequestOutput
+from skipstone.runtime.available import candidates
+from skipstone.serve.cli_generate import encoded
+from skipstone.serve.cli_prompts import Prompt, read_file
+
+Job = tuple[Prompt, SamplingParams]
+
+
+class Finished(NamedTuple):
+    """What an engine made of its jobs, in their order."""
+
+    outputs: list[RequestOutput]
+    speculation: SpeculationStats
+    steps: int
+    seconds: float
+
+
+def choose_prompts(file: str | None, count: int) -> list[Prompt]:
+    """`count` prompts spread over a file's, or over the shipped ones; all when there are no more than that."""
+    prompts = read_file(file or str(shipped_prompts()), flag="--prompts")
+    if len(prompts) <= count:
+        return prompts
+    return [prompts[i * len(prompts) // count] for i in range(count)]
+
+
+def proposer_specs(info: ModelInfo, names: str | None) -> list[str]:
+    """Values of `spec` without a number of drafts: the ones named, or every one that the model's files allow.
+
+    Raises ConfigError for a name that is no proposer, or that the files do not allow.
+    """
+    found = {candidate.method: candidate for candidate in candidates(info)}
+    if names is None:
+        return [candidate.spec for candidate in found.values() if candidate.works]
+    specs = []
+    for name in names.split(","):
+        method, _, folder = name.strip().partition(":")
+        if method not in found:
+            raise ConfigError(f"--proposers {names}: no proposer {method!r}; known: {', '.join(found)}")
+        if not folder and not found[method].works:
+            raise ConfigError(f"--proposers {names}: {method} cannot be used here: {found[method].reason}")
+        specs.append(name.strip() if folder else found[method].spec)
+    return specs
+
+
+def label(spec: str) -> str:
+    """A proposer's name for a table."""
+    return spec.partition(":")[0]
+
+
+def with_spec(config: EngineConfig, spec: str, k: int) -> EngineConfig:
+    """The same engine with another proposer."""
+    return msgspec.structs.replace(config, spec=f"{spec}:{k}" if k else "off")
+
+
+def encode_jobs(llm: LLM, jobs: Sequence[Job]) -> list[list[int]]:
+    """Token ids of every prompt; one that leaves no room for its answer loses its beginning."""
+    limit = llm.engine.caches.max_model_len
+    ids = []
+    for prompt, params in jobs:
+        room = limit - (params.max_tokens or 1)
+        if room < 1:
+            raise RequestError(f"max_tokens={params.max_tokens} leaves no room for a prompt within {limit} tokens")
+        if prompt.token_ids is None and llm.tokenizer is not None and prompt.text is not None:
+            prompt = replace(prompt, token_ids=llm.tokenizer.encode(prompt.text))
+        if prompt.token_ids is not None:
+            prompt = replace(prompt, token_ids=prompt.token_ids[-room:])
+        ids.append(encoded(llm, prompt))
+    return ids
+
+
+def run_jobs(
+    config: EngineConfig, jobs: Sequence[Job], observer: Observer | None, tick: Callable[[], None]
+) -> Finished:
+    """Run all jobs at once on an engine of their own; `tick` is called for each that ends.
+
+    The request ids are the same in every such run.
+    """
+    with LLM(config=config, observer=observer) as llm:
+        ids = encode_jobs(llm, jobs)
+        sessions = [llm.add(tokens, params) for tokens, (_, params) in zip(ids, jobs, strict=True)]
+        while not all(session.finished for session in sessions):
+            for event in llm.step():
+                if event.output is not None:
+                    tick()
+        stats = llm.engine.stats
+        outputs = [session.output() for session in sessions]
+        return Finished(outputs, llm.engine.scheduler.stats.speculation, stats.steps, stats.seconds)
