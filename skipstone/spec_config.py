@@ -20,11 +20,15 @@ PEER_VERIFICATION = {"standard": "rejection", "block": "block", "synthetic": "ex
 
 
 class SpecConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """A proposer as asked for. `k` None: chosen with the proposer. Rates are unconditional, per draft position."""
+    """A proposer as asked for. `k` None: chosen with the proposer, or by a table, which `k_from_table` asks for.
+
+    Rates are unconditional, per draft position.
+    """
 
     method: Method
     folder: str | None = None
     k: int | None = None
+    k_from_table: bool = False
     min_match: int = DEFAULT_MIN_MATCH
     max_match: int = DEFAULT_MAX_MATCH
     draft_sampling: str | None = None
@@ -57,9 +61,11 @@ def parse_spec(text: str) -> SpecConfig:
     head, _, tail = rest.rpartition(":")
     if tail.isdigit():
         folder, k = head or None, int(tail)
+    elif tail == "auto":
+        folder = head or None
     if folder is not None and method not in NEED_FOLDER:
         raise ConfigError(f"spec={text!r}: {method} takes a number of drafts only, as in {method}:3")
-    return _checked(SpecConfig(method=method, folder=folder, k=k), text)
+    return _checked(SpecConfig(method=method, folder=folder, k=k, k_from_table=tail == "auto"), text)
 
 
 def _checked(spec: SpecConfig, text: str) -> SpecConfig:

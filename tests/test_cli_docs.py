@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from skipstone.serve.cli import COMMANDS, load_command
-from skipstone.serve.cli_options import SAMPLING_HELP, TITLES, Command, Parser, known_options
+from skipstone.serve.cli_options import ALIASES, SAMPLING_HELP, TITLES, Command, Parser, known_options
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "cli.md"
 
@@ -73,7 +73,8 @@ def option_table(struct: type[msgspec.Struct]) -> str:
     lines = [f"## {TITLES[struct]}", "", "| flag | variable | value | default | meaning |", "|---|---|---|---|---|"]
     for name, option in known_options().items():
         if name in struct.__struct_fields__:
-            flag = f"`{option.flag}`" + (f", `--no-{option.flag[2:]}`" if option.kind == "flag" else "")
+            flag = ", ".join(f"`{name}`" for name in (option.flag, *ALIASES.get(name, ())))
+            flag += f", `--no-{option.flag[2:]}`" if option.kind == "flag" else ""
             shown = "" if option.default is msgspec.NODEFAULT else f"`{msgspec.json.encode(option.default).decode()}`"
             default = {"`null`": "none", "`[]`": "none", "`{}`": "none"}.get(shown, shown)
             meaning = option.help or SAMPLING_HELP[name]

@@ -49,8 +49,9 @@ class Engine:
         self.runner = ModelRunner(self.model, *sizes, self.dtype, config.exact, self.speculation, observer)
         self.pool = BlockPool(self.caches.num_blocks, self.caches.block_size)
         limits = (config.max_num_batched_tokens, config.max_num_seqs)
-        needs = proposer.needs if proposer else None
-        self.scheduler = Scheduler(self.pool, *limits, config.prefix_caching, needs)
+        needs, table = proposer.needs if proposer else None, self.speculation.table
+        most_drafts = table.most_drafts if table else None
+        self.scheduler = Scheduler(self.pool, *limits, config.prefix_caching, needs, most_drafts)
         self.stats = EngineStats()
         self.vocab_size: int = info.config.vocab_size
 

@@ -12,6 +12,7 @@ from skipstone.errors import ConfigError
 from skipstone.models.base import CausalLM, DraftHead
 from skipstone.models.loader import ModelInfo, load_weights, tensor_names
 from skipstone.registry import DRAFT_HEADS, PROPOSERS
+from skipstone.runtime.k_table import KTable, read_k_table, with_table
 from skipstone.spec.choose import DraftChooser
 from skipstone.spec.hidden_state import HiddenStateProposer
 from skipstone.spec.ngram import NgramProposer
@@ -31,13 +32,15 @@ class Speculation(NamedTuple):
     reason: str
     chooser: DraftChooser
     verifier: Verifier
+    table: KTable | None = None
 
     @property
     def description(self) -> str:
         """For the start-up card."""
         if self.proposer is None:
             return f"off ({self.reason})"
-        text = f"{self.proposer.needs.name}, k = {self.k} ({self.reason}); {self.chooser.mode} drafts"
+        drafts = f"k up to {self.k} by batch size" if self.table else f"k = {self.k}"
+        text = f"{self.proposer.needs.name}, {drafts} ({self.reason}); {self.chooser.mode} drafts"
         if self.verifier.rule != "exact":
             text += f"; verified by {self.verifier.rule}: the text depends on the drafts, its law does not"
         return text + ("; SIMULATED acceptance: the text means nothing" if self.simulated else "")
@@ -62,7 +65,12 @@ def make_speculation(config: EngineConfig, around: Surroundings) -> Speculation:
 
     Raises ConfigError, CheckpointError, or UnsupportedError naming both features that cannot work together.
     """
-    spec = parse_spec(config.spec)
+    spec, table = parse_spec(config.spec), None
+    if config.k_table is not None:
+        table = read_k_table(config.k_table)
+        spec = with_table(spec, table, config.spec)
+    elif spec.k_from_table:
+        raise ConfigError(f"spec={config.spec!r} takes k from a table; pass --k-table FILE, written by tune")
     rates = _rates(config, spec)
     method, reason = spec.method, "as asked"
     if method == "auto":
@@ -81,7 +89,7 @@ def make_speculation(config: EngineConfig, around: Surroundings) -> Speculation:
     k = spec.k or proposer.needs.default_k or DEFAULT_K[method]
     if most is not None and k > most:
         raise ConfigError(f"spec={config.spec!r}: k={k} is more than {method} can draft at once; at most {most}")
-    return Speculation(proposer, k, reason, chooser, verifier)
+    return Speculation(proposer, k, f"by {config.k_table}" if table else reason, chooser, verifier, table)
 
 
 def _choose(info: ModelInfo) -> tuple[Any, str]:

@@ -24,6 +24,9 @@ from skipstone.errors import ConfigError
 OPTION_STRUCTS: tuple[type[msgspec.Struct], ...] = (EngineConfig, SamplingParams)
 TITLES = {EngineConfig: "engine options", SamplingParams: "sampling options"}
 
+# Other programs' names for a flag.
+ALIASES = {"spec": ("--speculative-config",)}
+
 DEFAULT = "default"
 _PREFIX = "option_"  # of argparse destinations, so that an option cannot collide with a verb's own argument
 _REPEATED = ("texts", "integers", "biases")
@@ -219,7 +222,8 @@ def _add_flag(group: argparse._ArgumentGroup, option: Option, default: Any) -> N
         group.add_argument(option.flag, dest=dest, action=argparse.BooleanOptionalAction, default=None, help=text)
     else:
         action = "append" if option.kind in _REPEATED else "store"
-        group.add_argument(option.flag, dest=dest, action=action, metavar=_METAVARS[option.kind], help=text)
+        flags = (option.flag, *ALIASES.get(option.name, ()))
+        group.add_argument(*flags, dest=dest, action=action, metavar=_METAVARS[option.kind], help=text)
 
 
 def _read_flag(option: Option, raw: Any, source: str) -> Any:
