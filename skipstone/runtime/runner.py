@@ -106,7 +106,8 @@ class ModelRunner:
         items = [row.item for row in rows if row.draft == 0]
         scheduled = [plan.scheduled[item] for item in items]
         drafts = [item.request.drafts[: item.num_drafts] for item in scheduled]
-        laws = [self.chooser.take(item.request.request_id) for item in scheduled] if self.chooser.keep_laws else None
+        keep = self.chooser.keep_laws
+        laws = [self.chooser.take(item.request, item.num_drafts) for item in scheduled] if keep else None
         runs = self.verifier.verify(logits, sampled, drafts, laws)
         kept: list[int] = []  # rows whose token is emitted
         first = 0

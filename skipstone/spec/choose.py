@@ -9,10 +9,12 @@ speculative decoding", 2024). The emitted text is the target's own sample in eve
 from __future__ import annotations
 
 from typing import Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from skipstone.core.request import Request
 from skipstone.core.sampling_rows import SampledRow, sampling_rows
 from skipstone.kernels.reference.sampling import process_logits, sample
 
@@ -27,7 +29,7 @@ class DraftChooser:
     def __init__(self, mode: DraftSampling, keep_laws: bool = False) -> None:
         self.mode = mode
         self.keep_laws = keep_laws
-        self._laws: dict[str, list[Tensor]] = {}  # request id -> [V] per draft
+        self._laws: WeakKeyDictionary[Request, list[Tensor]] = WeakKeyDictionary()  # [V] per draft
 
     def __call__(self, logits: Tensor, rows: list[SampledRow]) -> list[int]:
         """A token per row of logits [R, V]."""
@@ -39,12 +41,13 @@ class DraftChooser:
         tokens = sample(logits, how).tolist()
         if self.keep_laws:
             law = process_logits(logits, how).softmax(dim=1)
-            greedy = how.temperature == 0
+            # A head with a smaller vocabulary has no law left where all its tokens are forbidden; its draft is token 0.
+            greedy = (how.temperature == 0) | law.isnan().any(dim=1)
             law[greedy] = torch.nn.functional.one_hot(torch.tensor(tokens), logits.shape[1]).to(law.dtype)[greedy]
             for row, probs in zip(rows, law, strict=True):
-                self._laws.setdefault(row.request.request_id, []).append(probs)
+                self._laws.setdefault(row.request, []).append(probs)
         return tokens
 
-    def take(self, request_id: str) -> list[Tensor]:
-        """The laws [V] of a request's drafts since the last call, first to last."""
-        return self._laws.pop(request_id, [])
+    def take(self, request: Request, count: int) -> list[Tensor]:
+        """The laws [V] of a request's first `count` drafts since the last call; the others were dropped."""
+        return self._laws.pop(request, [])[:count]
