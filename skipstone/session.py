@@ -101,7 +101,9 @@ class Session:
             self.metrics.first_token_s = now
         text = choice.push(token_ids)
         if choice.stop_string is not None:
-            engine.stop(choice.request)
+            surplus = choice.request.num_output_tokens - len(choice.token_ids)
+            engine.stop(choice.request, len(token_ids), surplus)
+            token_ids = token_ids[: len(token_ids) - surplus]
         event = StreamEvent(
             request_id=self.session_id,
             index=choice.index,

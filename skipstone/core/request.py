@@ -158,6 +158,7 @@ class Request:
     max_drafts: int = 0
     drafts: list[int] = field(default_factory=list)
     num_draft_computed: int = 0
+    num_accepted: int = 0  # in its latest step
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     epoch: int = 0

@@ -47,3 +47,8 @@ class SpeculationStats(msgspec.Struct, kw_only=True):
         for i in range(drafted):
             self.drafted_per_position[i] += 1
             self.accepted_per_position[i] += i < accepted
+
+    def retract(self, accepted: int, emitted: int) -> None:
+        """Of the `accepted` drafts of one verify step, only those among its first `emitted` tokens count."""
+        for i in range(emitted, accepted):
+            self.accepted_per_position[i] -= 1

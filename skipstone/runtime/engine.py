@@ -106,6 +106,7 @@ class Engine:
         """End a request now; its blocks are free at once. Nothing happens if it has ended."""
         self.scheduler.finish(request, FinishReason.ABORT)
 
-    def stop(self, request: Request) -> None:
-        """End a request whose text contains a stop string."""
-        self.scheduler.finish(request, FinishReason.STOP)
+    def stop(self, request: Request, emitted: int, surplus: int) -> None:
+        """End a request whose text contains a stop string, `surplus` of its `emitted` new tokens behind it."""
+        self.scheduler.stop(request, emitted, surplus)
+        self.stats.output_tokens -= surplus

@@ -191,8 +191,9 @@ class Scheduler:
             request.drafts = result.drafts
             request.prompt_logprobs.extend(result.prompt_logprobs)
             kept = request.commit(result.token_ids)
-            request.speculation.record(item.num_drafts, min(result.num_accepted, len(kept)))
-            self.stats.speculation.record(item.num_drafts, min(result.num_accepted, len(kept)))
+            request.num_accepted = min(result.num_accepted, len(kept))
+            request.speculation.record(item.num_drafts, request.num_accepted)
+            self.stats.speculation.record(item.num_drafts, request.num_accepted)
             request.logprobs.extend(result.logprobs[: len(kept)])
             self._register_full_blocks(request)
             if request.finished:
@@ -223,6 +224,19 @@ class Scheduler:
         if request.num_draft_computed < end:
             return None
         return tuple(request.token_ids[end : end + self.needs.next_tokens])
+
+    def stop(self, request: Request, emitted: int, surplus: int) -> None:
+        """End a request because of a stop string in its latest run of `emitted` tokens, `surplus` of which lie behind.
+
+        They are taken back, with all that was counted for them; it does not matter what else they would have ended.
+        """
+        if surplus:
+            for stats in (request.speculation, self.stats.speculation):
+                stats.retract(request.num_accepted, emitted - surplus)
+            del request.token_ids[-surplus:]
+            del request.logprobs[request.num_output_tokens :]
+        self.finish(request, FinishReason.STOP)
+        request.finish_reason, request.stop_token_id = FinishReason.STOP, None
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End a request now: an abort, or a stop string found in its text. Its blocks are free at once."""
