@@ -54,7 +54,10 @@ def make_dflash(spec: SpecConfig, around: Surroundings) -> Proposer:
 
 def make_draft(spec: SpecConfig, around: Surroundings) -> Proposer:
     """Any language model of the registry that has the target's vocabulary."""
-    info = read_model_info(locate(spec.folder) if spec.folder else _beside("draft", around.info))
+    try:
+        info = read_model_info(locate(spec.folder) if spec.folder else _beside("draft", around.info))
+    except CheckpointError as error:
+        raise CheckpointError(f"spec=draft: {error}") from None
     _compare_vocabularies(info, around.info)
     longest = min(info.config.max_position_embeddings, around.max_position)
     return DraftModelProposer(build_model(info, around.dtype, exact=False, max_position=longest), longest)
