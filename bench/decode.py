@@ -1,10 +1,11 @@
-"""CPU decode and prefill against transformers on the same weights, in one run.
+"""CPU decode and prefill against transformers on the same weights, and every proposer against k = 0, in one run.
 
-    python bench/decode.py [--model demo] [--rounds 5] [--threads N]
+    python bench/decode.py [--model demo] [--rounds 5] [--threads N] [--only peer | proposers]
 
 Rows: batch 1, batch 16 (prompts of different lengths) and a prefill of 2,000 tokens. Columns: exact mode, exact mode
 off (plain matrix products), transformers. The rounds alternate between the three, medians are shown. Decode time is the
-time of NEW_TOKENS + 1 tokens minus that of one token, so that prefill is not in it. The last line is JSON.
+time of NEW_TOKENS + 1 tokens minus that of one token, so that prefill is not in it. The first tables run without
+speculation (`spec="off"`); the last one compares proposers and k at batch 1 in exact mode. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 import torch
 import transformers
 from peer import ROOT, load_peer, peer_generate
+from proposers import measure_proposers, print_proposers
 
 from skipstone import LLM, SamplingParams
 
@@ -77,42 +80,59 @@ def main() -> None:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--only", choices=["peer", "proposers"], default=None)
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
     # Prefix caching off: a repeated prompt must be computed again, as transformers does.
     options = {"prefix_caching": False, "max_num_batched_tokens": 512}
-    exact, fast = (LLM(args.model, exact=flag, **options) for flag in (True, False))
-    peer = load_peer(Path(exact.folder))
-    engines: dict[str, Generate] = {
-        "exact": ours(exact),
-        "fast": ours(fast),
-        "transformers": lambda prompts, n: peer_generate(peer, prompts, n),
-    }
-    batch, long = prompt_ids(exact)
-    agree = sum(
-        a == b
-        for a, b in zip(engines["exact"]([batch[8]], 32)[0], engines["transformers"]([batch[8]], 32)[0], strict=True)
-    )
     versions = (
         f"torch {torch.__version__}, transformers {transformers.__version__}, tokenizers {tokenizers.__version__}"
     )
     print(
         f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads; {versions}"
     )
+    results: dict[str, dict[str, float]] = {}
+    exact = LLM(args.model, exact=True, spec="off", **options)
+    batch, long = prompt_ids(exact)
     print(f"{args.model}, float32; prompts of {len(batch[0])} to {len(batch[-1])} tokens")
+    if args.only != "proposers":
+        results |= against_peer(args.model, exact, options, (batch, long), args.rounds)
+    if args.only != "peer":
+        proposers = measure_proposers(args.model, options, batch[2::3], args.rounds, 2 * NEW_TOKENS)
+        print_proposers(proposers)
+        results |= proposers
+    print(json.dumps({"bench": "decode", "model": args.model, "threads": torch.get_num_threads(), "results": results}))
+
+
+def against_peer(
+    model: str, exact: LLM, options: dict[str, Any], prompts: tuple[list[list[int]], list[int]], rounds: int
+) -> dict[str, dict[str, float]]:
+    """Print and return rates of exact mode, plain products and transformers."""
+    batch, long = prompts
+    fast = LLM(model, exact=False, spec="off", **options)
+    peer = load_peer(Path(exact.folder))
+    engines: dict[str, Generate] = {
+        "exact": ours(exact),
+        "fast": ours(fast),
+        "transformers": lambda prompts, n: peer_generate(peer, prompts, n),
+    }
+    agree = sum(
+        a == b
+        for a, b in zip(engines["exact"]([batch[8]], 32)[0], engines["transformers"]([batch[8]], 32)[0], strict=True)
+    )
     print(f"greedy tokens equal to transformers': {agree} of 32")
     cases = {"batch 1": ([batch[8]], True), "batch 16": (batch, True), "prefill 2000": ([long], False)}
     results = {}
     print(f"{'tokens/s':14}{'exact':>10}{'fast':>10}{'transf.':>10}{'exact/transf.':>15}{'cost of exact':>15}")
-    for name, (prompts, decode) in cases.items():
-        rates = measure(engines, prompts, args.rounds, decode)
+    for name, (some, decode) in cases.items():
+        rates = measure(engines, some, rounds, decode)
         ratio, cost = rates["exact"] / rates["transformers"], 1 - rates["exact"] / rates["fast"]
         print(
             f"{name:14}{rates['exact']:10.0f}{rates['fast']:10.0f}{rates['transformers']:10.0f}{ratio:14.2f}x{cost:15.1%}"
         )
         results[name] = {key: round(value, 1) for key, value in rates.items()} | {"ratio": round(ratio, 2)}
-    print(json.dumps({"bench": "decode", "model": args.model, "threads": torch.get_num_threads(), "results": results}))
+    return results
 
 
 if __name__ == "__main__":
