@@ -24,6 +24,7 @@ COMMANDS = Registry(
         "generate": "serve.cli_generate:COMMAND",
         "chat": "serve.cli_chat:COMMAND",
         "check": "tools.check:COMMAND",
+        "tune": "tools.tune:COMMAND",
         "inspect": "tools.inspect:COMMAND",
         "version": "serve.cli_version:COMMAND",
     },

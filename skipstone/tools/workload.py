@@ -94,12 +94,17 @@ def run_jobs(
     The request ids are the same in every such run.
     """
     with LLM(config=config, observer=observer) as llm:
-        ids = encode_jobs(llm, jobs)
-        sessions = [llm.add(tokens, params) for tokens, (_, params) in zip(ids, jobs, strict=True)]
-        while not all(session.finished for session in sessions):
-            for event in llm.step():
-                if event.output is not None:
-                    tick()
+        outputs = run_on(llm, jobs, tick)
         stats = llm.engine.stats
-        outputs = [session.output() for session in sessions]
         return Finished(outputs, llm.engine.scheduler.stats.speculation, stats.steps, stats.seconds)
+
+
+def run_on(llm: LLM, jobs: Sequence[Job], tick: Callable[[], None]) -> list[RequestOutput]:
+    """Run all jobs at once; `tick` is called for each that ends."""
+    ids = encode_jobs(llm, jobs)
+    sessions = [llm.add(tokens, params) for tokens, (_, params) in zip(ids, jobs, strict=True)]
+    while not all(session.finished for session in sessions):
+        for event in llm.step():
+            if event.output is not None:
+                tick()
+    return [session.output() for session in sessions]

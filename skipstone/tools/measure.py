@@ -1,0 +1,202 @@
+"""Step costs and acceptance, taken from real engine steps: what `skipstone tune` knows about this machine and model.
+
+The time of a step with k drafts a request does not depend on what becomes of them. So drafts of no worth are put into
+the requests of an engine without a proposer, which gives the target's cost alone; a proposer's own share is the time
+between the end of verification and the end of the step's drafting.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+from skipstone.config import EngineConfig
+from skipstone.core.observer import EmittedRun, Observer, Phase
+from skipstone.core.request import Request, SamplingParams
+from skipstone.errors import ConfigError
+from skipstone.llm import LLM
+from skipstone.tools.planner import OFF, Acceptance, Grid
+from skipstone.tools.workload import Job, encode_jobs, run_on, with_spec
+
+TURNS = 3  # of each k with the others; a turn has one step to settle and two that are measured
+Tick = Callable[[], None]
+
+
+class Meter(Observer):
+    """Times the parts of each step; counts drafts by position while `counting`, where the length limit cuts none."""
+
+    def __init__(self, most: int) -> None:
+        self.ends: dict[Phase, float] = {}
+        self.counting = False
+        self.steps = 0
+        self.drafted, self.accepted = [0] * most, [0] * most
+
+    def on_phase(self, phase: Phase) -> None:
+        """Remember when it ended."""
+        self.ends[phase] = time.perf_counter()
+
+    def on_runs(self, runs: list[EmittedRun]) -> None:
+        """Count them."""
+        if not self.counting:
+            return
+        for run in runs:
+            cut = run.start + len(self.drafted) >= run.request.max_total_tokens
+            if run.start == run.request.num_prompt_tokens or cut:
+                continue
+            self.steps += 1
+            for i in range(len(run.drafts)):
+                self.drafted[i] += 1
+                self.accepted[i] += i < run.num_accepted
+
+    @property
+    def acceptance(self) -> Acceptance:
+        """What was counted, as shares of all decoding steps."""
+        shares = [[count / max(self.steps, 1) for count in counts] for counts in (self.drafted, self.accepted)]
+        return Acceptance(drafted=shares[0], accepted=shares[1], steps=self.steps)
+
+
+class Bench:
+    """Requests of one engine at a given context, stepped by hand."""
+
+    def __init__(self, llm: LLM, texts: Sequence[list[int]]) -> None:
+        self.llm = llm
+        self.texts = texts
+        self.requests: list[Request] = []
+
+    def grow(self, batch: int) -> None:
+        """Start more requests, until `batch` of them decode."""
+        params = SamplingParams(temperature=0.0, ignore_eos=True)
+        for number in range(len(self.requests), batch):
+            session = self.llm.add(self.texts[number % len(self.texts)], params)
+            self.requests.append(session.choices[0].request)
+        while any(request.num_output_tokens == 0 for request in self.requests):
+            self.llm.step()
+        self.llm.step()
+
+    def plain_step(self, k: int) -> float:
+        """Seconds of a step that verifies k drafts of every request; they come from the request's own text."""
+        for request in self.requests:
+            request.drafts = request.token_ids[-2 * k : -k] if k else []
+        started = time.perf_counter()
+        self.llm.step()
+        return time.perf_counter() - started
+
+    def draft_step(self, k: int, meter: Meter) -> float:
+        """Seconds that the proposer adds to a step; from the second in a row on, it follows k drafts and makes k."""
+        self.llm.engine.scheduler.most_drafts = lambda num_requests: k
+        self.llm.step()
+        return meter.ends["draft"] - meter.ends["verify"]
+
+    def medians(self, ks: Sequence[int], once: Callable[[int], float]) -> list[float]:
+        """The median over several steps of each k."""
+        times: dict[int, list[float]] = {k: [] for k in ks}
+        for _ in range(TURNS):
+            for k in ks:
+                times[k] += [once(k) for _ in range(3)][1:]
+        return [statistics.median(times[k]) for k in ks]
+
+
+def measure_steps(
+    config: EngineConfig, texts: dict[int, list[list[int]]], batches: Sequence[int], ks: Sequence[int], tick: Tick
+) -> Grid:
+    """Cost of the target's steps. `texts`: token ids for each context length."""
+    with LLM(config=with_spec(config, OFF, 0)) as llm:
+        return _grid(llm, texts, batches, ks, tick, lambda bench: bench.plain_step)
+
+
+def measure_proposer(
+    config: EngineConfig,
+    spec: str,
+    texts: dict[int, list[list[int]]],
+    batches: Sequence[int],
+    ks: Sequence[int],
+    jobs: Sequence[Job],
+    tick: Tick,
+) -> tuple[Grid, Acceptance]:
+    """What a proposer costs, and how many of its drafts are kept on the jobs (none: not measured)."""
+    meter = Meter(ks[-1])
+    llm = _open(config, spec, ks[-1], meter)
+    with llm:
+        most = llm.engine.speculation.k
+        meter.drafted, meter.accepted = [0] * most, [0] * most
+        if jobs:
+            meter.counting = True
+            run_on(llm, jobs, lambda: None)
+            meter.counting = False
+        tick()
+        ks = sorted({min(k, most) for k in ks} | {0})
+        grid = _grid(llm, texts, batches, ks, tick, lambda bench: lambda k: bench.draft_step(k, meter))
+    return grid, meter.acceptance
+
+
+def _open(config: EngineConfig, spec: str, k: int, meter: Meter) -> LLM:
+    """The engine with k drafts, or with as many as the proposer can make at once."""
+    try:
+        return LLM(config=with_spec(config, spec, k), observer=meter)
+    except ConfigError:
+        with LLM(config=with_spec(config, spec, 1)) as llm:
+            proposer = llm.engine.speculation.proposer
+            most = proposer.needs.max_k if proposer else None
+        if most is None or most >= k:
+            raise
+        return LLM(config=with_spec(config, spec, most), observer=meter)
+
+
+def _grid(
+    llm: LLM,
+    texts: dict[int, list[list[int]]],
+    batches: Sequence[int],
+    ks: Sequence[int],
+    tick: Tick,
+    way: Callable[[Bench], Callable[[int], float]],
+) -> Grid:
+    values = []
+    for some in texts.values():
+        bench, plane = Bench(llm, some), []
+        for batch in batches:
+            bench.grow(batch)
+            plane.append(bench.medians(ks, way(bench)))
+            tick()
+        llm.close()
+        values.append(plane)
+    return Grid(contexts=list(texts), batches=list(batches), ks=list(ks), values=values)
+
+
+def throughput(
+    config: EngineConfig, spec: str, k: int, batch: int, jobs: Sequence[Job], tick: Tick
+) -> tuple[float, float]:
+    """Tokens per second of `batch` requests that decode side by side, and their mean context.
+
+    All prompts have their turn; a group's time counts from the end of its prompts to the first that ends.
+    """
+    tokens = contexts = steps = 0
+    seconds = 0.0
+    with LLM(config=with_spec(config, spec, k)) as llm:
+        ids = encode_jobs(llm, jobs)
+        for first in range(0, len(ids), batch):
+            group = [(first + i) % len(ids) for i in range(batch)]
+            requests = [llm.add(ids[i], jobs[i][1]).choices[0].request for i in group]
+            while any(request.num_output_tokens == 0 for request in requests):
+                llm.step()
+            while not any(request.finished for request in requests):
+                started = time.perf_counter()
+                events = llm.step()
+                seconds += time.perf_counter() - started
+                tokens += sum(len(event.token_ids) for event in events)
+                contexts += sum(len(request.token_ids) for request in requests)
+                steps += 1
+            llm.close()
+    tick()
+    return tokens / max(seconds, 1e-9), contexts / max(steps * batch, 1)
+
+
+def cut_texts(llm_ids: Sequence[list[int]], contexts: Sequence[int], count: int) -> dict[int, list[list[int]]]:
+    """`count` texts of each length, cut from all prompts laid end to end, beginning at different places."""
+    tape = [token for ids in llm_ids for token in ids]
+    tape *= -(-2 * max(contexts) // len(tape))
+    texts = {}
+    for context in contexts:
+        starts = [number * len(tape) // (count + 1) for number in range(count)]
+        texts[context] = [(tape[start:] + tape)[:context] for start in starts]
+    return texts

@@ -1,0 +1,130 @@
+"""From step costs and acceptance to tokens per second, and to the number of drafts that pays: arithmetic only.
+
+A step of B requests with k drafts each takes the target's time for B * (k + 1) rows and the proposer's for catching up
+and drafting; it yields B * (1 + the share of steps in which draft 1 is kept + that of draft 2 + ...) tokens. A proposer
+that finds no draft in some steps, as prompt lookup does, has fewer rows on average and is charged for those.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+import msgspec
+
+from skipstone.runtime.k_table import Ranges
+
+OFF = "off"
+
+
+class Acceptance(msgspec.Struct, kw_only=True):
+    """Of one proposer, per position: shares of all decoding steps in which a draft stood there, and was kept."""
+
+    drafted: list[float]
+    accepted: list[float]
+    steps: int = 0  # that it was measured over; 0: given
+
+    def length(self, k: int) -> float:
+        """Tokens per step and request."""
+        return 1 + sum(self.accepted[:k])
+
+    def drafts(self, k: int) -> float:
+        """Drafts per step and request."""
+        return sum(self.drafted[:k])
+
+
+class Grid(msgspec.Struct, kw_only=True):
+    """Seconds measured at some contexts, batch sizes and k; values[context][batch][k]. Linear in between."""
+
+    contexts: list[int]
+    batches: list[int]
+    ks: list[int]
+    values: list[list[list[float]]]
+
+    def at(self, context: float, batch: float, k: float) -> float:
+        """Seconds at any point. Outside of what was measured the nearest measurement counts."""
+        per_context = [
+            _between(self.batches, [_between(self.ks, row, k) for row in plane], batch) for plane in self.values
+        ]
+        return _between(self.contexts, per_context, context)
+
+
+class Costs(msgspec.Struct, kw_only=True):
+    """`step`: a whole step whose drafts cost nothing. `draft`: what each proposer adds, after making k drafts."""
+
+    step: Grid
+    draft: dict[str, Grid]
+
+
+class Prediction(msgspec.Struct, kw_only=True):
+    """One proposer, k and batch size."""
+
+    proposer: str
+    k: int
+    batch: int
+    tokens_per_second: float
+    seconds_per_step: float
+    tokens_per_step: float  # of one request
+
+
+def predict(
+    costs: Costs, acceptance: dict[str, Acceptance], proposer: str, k: int, batch: int, context: float
+) -> Prediction:
+    """Tokens per second of all requests together. k = 0 with a proposer: its caches are kept up to date."""
+    if proposer == OFF:
+        length, seconds = 1.0, costs.step.at(context, batch, 0)
+    else:
+        known = acceptance[proposer]
+        length = known.length(k)
+        seconds = costs.step.at(context, batch, known.drafts(k)) + costs.draft[proposer].at(context, batch, k)
+    return Prediction(
+        proposer=proposer,
+        k=k,
+        batch=batch,
+        tokens_per_second=batch * length / seconds,
+        seconds_per_step=seconds,
+        tokens_per_step=length,
+    )
+
+
+def best(predictions: Sequence[Prediction]) -> Prediction:
+    """The fastest; of equally fast ones that with the fewest drafts."""
+    return max(predictions, key=lambda p: (p.tokens_per_second, -p.k))
+
+
+def largest_k(costs: Costs, acceptance: dict[str, Acceptance], proposer: str) -> int:
+    """The most drafts that a proposer was measured with, and for which acceptance is known."""
+    return min(costs.draft[proposer].ks[-1], len(acceptance[proposer].accepted))
+
+
+def k_ranges(
+    costs: Costs, acceptance: dict[str, Acceptance], proposer: str, context: float, most_requests: int
+) -> Ranges:
+    """The best k of one proposer for every batch size up to `most_requests`: [first, last, k] runs of equal k.
+
+    Sizes above the largest measured one take its k.
+    """
+    ks = range(largest_k(costs, acceptance, proposer) + 1)
+    measured = costs.step.batches[-1]
+    ranges: Ranges = []
+    for batch in range(1, most_requests + 1):
+        k = ranges[-1][2] if ranges and batch > measured else None
+        if k is None:
+            k = best([predict(costs, acceptance, proposer, k, batch, context) for k in ks]).k
+        if ranges and ranges[-1][2] == k:
+            ranges[-1] = (ranges[-1][0], batch, k)
+        else:
+            ranges.append((batch, batch, k))
+    return ranges
+
+
+def _between(places: Sequence[int], values: Sequence[float], place: float) -> float:
+    """Linear interpolation; the end values outside."""
+    if place <= places[0]:
+        return values[0]
+    if place >= places[-1]:
+        return values[-1]
+    after = bisect_right(places, place)
+    low, high = places[after - 1], places[after]
+    share = (place - low) / (high - low)
+    return values[after - 1] * (1 - share) + values[after] * share
