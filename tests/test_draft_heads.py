@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from oracles.reference import Reference
 from oracles.tiny import VOCAB, Tiny, write_folder
-from oracles.tiny_heads import AUX_LAYERS, BLOCK, HEADS, MASK_TOKEN, Head, write_head
+from oracles.tiny_heads import AUX_LAYERS, BLOCK, HEADS, MASK_TOKEN, Head, with_mtp, write_head
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -459,6 +459,7 @@ DAMAGES = {
     "last state only": Damage(
         "eagle3", lambda c: c["eagle_config"].update(use_aux_hidden_state=False), nothing, "use_aux_hidden_state=False"
     ),
+    "no object": Damage("eagle3", key("eagle_config", [1, 2, 4]), nothing, "eagle_config must be an object"),
     "other vocabulary": Damage("eagle3", key("vocab_size", 200), nothing, "vocab_size=200 differs from.*128"),
     "larger vocabulary": Damage("eagle3", key("draft_vocab_size", 200), nothing, "draft_vocab_size=200.*128"),
     "other target": Damage("eagle3", key("target_hidden_size", 32), nothing, "target_hidden_size=32.*64"),
@@ -533,6 +534,10 @@ class TestFolders:
         path = head("eagle3_speculators")
         assert LLM(str(folder("m3")), spec=f"eagle3:{path}").engine.speculation.k == 5
         assert LLM(str(folder("m3")), spec=f"eagle3:{path}:2").engine.speculation.k == 2
+
+    def test_two_modules_bound_the_default_k(self, tiny: Callable[[str], Tiny], tmp_path: Path) -> None:
+        model = write_folder(with_mtp(tiny("dsa"), 2), tmp_path / "model")
+        assert LLM(str(model), spec="auto").engine.speculation.k == 2
 
     def test_a_block_bounds_k(self, head: Callable[[str], Path], folder: Callable[[str], Path]) -> None:
         with pytest.raises(ConfigError, match=f"k={BLOCK} is more than dflash can draft at once; at most {BLOCK - 1}"):

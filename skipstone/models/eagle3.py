@@ -54,7 +54,8 @@ def read_eagle3(raw: dict[str, Any], target: ModelConfig, where: str) -> Eagle3C
     """Read config.json in either layout and check it against the target. Raises ConfigError naming the key."""
     reader = ConfigReader(raw, where)
     nested = reader.section("transformer_layer_config") if "speculators_model_type" in raw else reader
-    options = ConfigReader({**raw, **(raw.get("eagle_config") or {})}, where)
+    further = {} if raw.get("eagle_config") is None else reader.section("eagle_config").raw
+    options = ConfigReader({**raw, **further}, where)
     for key, value in REFUSED.items():
         options.expect(key, (value, None))
     nested.expect("num_hidden_layers", (1,))

@@ -86,7 +86,8 @@ def make_speculation(config: EngineConfig, around: Surroundings) -> Speculation:
         return Speculation(None, 0, reason if method == "off" else "k = 0", chooser, verifier)
     proposer: Proposer = PROPOSERS.load(method)(spec, around)
     most = proposer.needs.max_k
-    k = spec.k or proposer.needs.default_k or DEFAULT_K[method]
+    usual = proposer.needs.default_k or DEFAULT_K[method]
+    k = spec.k or min(usual, most or usual)
     if most is not None and k > most:
         raise ConfigError(f"spec={config.spec!r}: k={k} is more than {method} can draft at once; at most {most}")
     return Speculation(proposer, k, f"by {config.k_table}" if table else reason, chooser, verifier, table)
