@@ -290,6 +290,24 @@ def test_dflash_drafts_come_from_the_papers_logits(
             assert error(choice.logits, expected[len(choice.drafts)]) < TOLERANCE, (len(committed), len(choice.drafts))
 
 
+def test_a_dflash_block_is_chosen_alike_at_once_and_step_by_step(
+    tiny: Callable[[str], Tiny], folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """A request with penalties in the batch makes all drafts be chosen one after the other."""
+    llm = LLM(str(folder("m3")), spec=f"dflash:{write_head('dflash', tiny('m3'), tmp_path / 'head')}:5")
+    plain = [SamplingParams(temperature=t, max_tokens=40, seed=3, min_tokens=40) for t in (0.0, 5.0, 5.0)]
+    prompts = [tokens(12, 1), tokens(20, 2), tokens(5, 3)]
+    ends = SamplingParams(temperature=5.0, max_tokens=200, seed=4, presence_penalty=0.1, ignore_eos=True)
+    seen = []
+    for further in ([], [(tokens(9, 4), ends)]):
+        jobs = [*zip(prompts, plain, strict=True), *further]
+        outs = llm.generate([prompt for prompt, _ in jobs], [params for _, params in jobs], progress=False)
+        counts = [out.outputs[0].speculation for out in outs[:3]]
+        seen.append([(count.drafted_per_position, count.accepted_per_position) for count in counts if count])
+    assert sum(map(sum, seen[0][1][1:])) > 5
+    assert seen[0] == seen[1]
+
+
 MISTAKES: dict[str, tuple[str, Callable[[dict], object]]] = {
     "taps": ("eagle3", lambda config: config["eagle_config"].update(eagle_aux_hidden_state_layer_ids=[0, 1, 3])),
     "residual normed": ("eagle3", lambda config: config.update(norm_before_residual=True)),

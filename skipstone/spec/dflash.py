@@ -17,7 +17,7 @@ from skipstone.core.kv_cache import CacheSpec, KVCache
 from skipstone.core.rows import QueryRows, build_batch
 from skipstone.core.sampling_rows import SampledRow
 from skipstone.models.base import BlockDraftHead, HiddenStates
-from skipstone.spec.proposer import Drafts, DraftStep, ProposerNeeds
+from skipstone.spec.proposer import DraftRequest, Drafts, DraftStep, ProposerNeeds
 
 
 class DflashProposer:
@@ -83,13 +83,25 @@ class DflashProposer:
         masked = torch.tensor([first + i for first, r in zip(firsts, requests, strict=True) for i in range(r.wanted)])
         logits = self.head.logits(states[masked])
         starts = [first - place - 1 for place, first in enumerate(firsts)]  # the same among the masks' rows alone
-        for depth in range(max(r.wanted for r in requests)):
-            # Draft by draft, as penalties count the earlier ones.
-            kept = [place for place, r in enumerate(requests) if r.wanted > depth]
-            rows = [SampledRow(requests[p].request, requests[p].emitted + drafts[active[p]]) for p in kept]
-            chosen = step.choose(logits[[starts[p] + depth for p in kept]], rows)
-            for place, token in zip(kept, chosen, strict=True):
+        depths = list(range(max(r.wanted for r in requests)))
+        # Penalties count the earlier drafts, which must then be known; else only their number matters.
+        stepwise = any(_counts_tokens(r) for r in requests)
+        for part in [[depth] for depth in depths] if stepwise else [depths]:
+            chosen = [(place, depth) for place, r in enumerate(requests) for depth in part if depth < r.wanted]
+            rows = [_row(requests[place], drafts[active[place]], depth, mask) for place, depth in chosen]
+            tokens = step.choose(logits[[starts[place] + depth for place, depth in chosen]], rows)
+            for (place, _), token in zip(chosen, tokens, strict=True):
                 drafts[active[place]].append(token)
+
+
+def _counts_tokens(request: DraftRequest) -> bool:
+    params = request.request.params
+    return params.repetition_penalty != 1.0 or bool(params.presence_penalty or params.frequency_penalty)
+
+
+def _row(request: DraftRequest, drafts: list[int], depth: int, unknown: int) -> SampledRow:
+    """How the draft after `depth` others is chosen; those that are not chosen yet are stood in for."""
+    return SampledRow(request.request, [*request.emitted, *drafts, *[unknown] * (depth - len(drafts))])
 
 
 def _rows_of(step: DraftStep) -> tuple[Batch, HiddenStates]:
