@@ -86,6 +86,12 @@ class LLM:
             ("speculation", self.engine.speculation.description),
         ]
 
+    @property
+    def proposer(self) -> str | None:
+        """What drafts; None without speculation."""
+        proposer = self.engine.speculation.proposer
+        return proposer.needs.name if proposer else None
+
     def _layer_kinds(self) -> dict[str, int]:
         kinds: dict[str, int] = {}
         for spec in self.engine.model.cache_specs():

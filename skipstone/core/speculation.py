@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
+
 import msgspec
 
 
@@ -35,6 +37,17 @@ class SpeculationStats(msgspec.Struct, kw_only=True):
     def acceptance_rates(self) -> list[float]:
         """Per position: the share of verify steps with a draft there in which it was accepted."""
         return [a / d for a, d in zip(self.accepted_per_position, self.drafted_per_position, strict=True)]
+
+    def plus(self, other: SpeculationStats) -> SpeculationStats:
+        """The counters of both together."""
+        drafted = zip_longest(self.drafted_per_position, other.drafted_per_position, fillvalue=0)
+        accepted = zip_longest(self.accepted_per_position, other.accepted_per_position, fillvalue=0)
+        return SpeculationStats(
+            steps=self.steps + other.steps,
+            drafted_per_position=[a + b for a, b in drafted],
+            accepted_per_position=[a + b for a, b in accepted],
+            simulated=self.simulated or other.simulated,
+        )
 
     def record(self, drafted: int, accepted: int) -> None:
         """Count one verify step."""

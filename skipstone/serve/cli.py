@@ -25,6 +25,7 @@ COMMANDS = Registry(
         "chat": "serve.cli_chat:COMMAND",
         "check": "tools.check:COMMAND",
         "tune": "tools.tune:COMMAND",
+        "trace": "tools.trace:COMMAND",
         "inspect": "tools.inspect:COMMAND",
         "version": "serve.cli_version:COMMAND",
     },

@@ -16,7 +16,7 @@ from skipstone.errors import RequestError
 from skipstone.models.locate import locate
 from skipstone.serve.cli_model import open_model
 from skipstone.serve.cli_options import Command, Settings
-from skipstone.serve.cli_output import cut_short, note
+from skipstone.serve.cli_output import cut_short, note, speculation_line
 from skipstone.serve.cli_prompts import read_vocab_size
 
 if TYPE_CHECKING:
@@ -53,9 +53,10 @@ class Interrupts:
 class Conversation:
     """The messages so far, and one turn after another."""
 
-    def __init__(self, llm: LLM, params: SamplingParams, system: str | None) -> None:
+    def __init__(self, llm: LLM, params: SamplingParams, system: str | None, stats: bool) -> None:
         self.llm = llm
         self.params = params
+        self.stats = stats
         self.start = [{"role": "system", "content": system}] if system else []
         self.messages = list(self.start)
         self.interrupts = Interrupts()
@@ -71,7 +72,7 @@ class Conversation:
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         answer = ""
-        remark = None
+        remark, spoken = None, None
         with self.interrupts.watched():
             # Closing the stream aborts what is left of the request.
             events = self.llm.stream_chat(messages, self.params)
@@ -79,12 +80,15 @@ class Conversation:
                 for event in events:
                     answer += event.text
                     print(event.text, end="", flush=True)
-                    remark = cut_short([event.output]) if event.output is not None else None
+                    if event.output is not None:
+                        remark, spoken = cut_short([event.output]), event.output.outputs[0]
                     if self.interrupts.requested:
                         break
         print(flush=True)
         if remark:
             note(remark)
+        if self.stats and spoken is not None and spoken.speculation is not None:
+            note(f"speculation, {self.llm.proposer}: {speculation_line(spoken.speculation)}")
         self.messages = [*messages, {"role": "assistant", "content": answer}]
         return not self.interrupts.requested
 
@@ -98,7 +102,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     with open_model(settings, args.quiet) as (llm, resolved):
         if llm.tokenizer is None:
             raise RequestError(f"{folder} has no tokenizer.json, so it cannot chat; use generate with prompt_token_ids")
-        conversation = Conversation(llm, resolved.sampling_params(), args.system)
+        conversation = Conversation(llm, resolved.sampling_params(), args.system, args.stats)
         if sys.stdin.isatty() and not args.quiet:
             note("type a message, or /help")
         return _converse(conversation)
@@ -148,6 +152,7 @@ def _read_line() -> str | None:
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("conversation")
     group.add_argument("--system", metavar="TEXT", help="a system message before the first turn")
+    group.add_argument("--stats", action="store_true", help="after each answer: how many drafts were accepted")
     group.add_argument("-q", "--quiet", action="store_true", help="no start-up card, no remarks")
 
 

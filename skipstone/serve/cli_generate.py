@@ -59,7 +59,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
         if remark and not args.quiet:
             note(remark)
         if args.stats:
-            show_card(stats_rows(llm.stats(), outputs), "this run")
+            show_card(stats_rows(llm.stats(), outputs, llm.proposer), "this run")
     return 0
 
 
@@ -115,7 +115,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "wanted, and any sampling field (kind and reference are skipped); blank lines do not count; may be repeated",
     )
     group.add_argument("--json", metavar="OUT", help="write one JSON object a line to this file, or to - (stdout)")
-    group.add_argument("--stats", action="store_true", help="at the end: tokens, tokens/s, steps, cache use")
+    group.add_argument(
+        "--stats", action="store_true", help="at the end: tokens, tokens/s, steps, accepted drafts, cache use"
+    )
     group.add_argument("-q", "--quiet", action="store_true", help="no start-up card, no progress, no remarks")
 
 

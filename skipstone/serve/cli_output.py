@@ -5,6 +5,7 @@ Knows the objects that `LLM` returns. rich is imported only for a terminal.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -20,6 +21,7 @@ from skipstone.errors import ConfigError
 from skipstone.serve.cli_options import DEFAULT, Settings
 
 if TYPE_CHECKING:
+    from skipstone.core.speculation import SpeculationStats
     from skipstone.outputs import CompletionOutput, RequestOutput
     from skipstone.serve.cli_prompts import Prompt
 
@@ -72,6 +74,8 @@ def result_object(output: RequestOutput, choice: CompletionOutput, request_id: s
     }
     if choice.logprobs is not None:
         result["logprobs"] = choice.logprobs
+    if choice.speculation is not None:
+        result["speculation"] = speculation_object(choice.speculation)
     if output.prompt_logprobs is not None:
         result["prompt_logprobs"] = output.prompt_logprobs
     return result
@@ -116,7 +120,31 @@ def cut_short(outputs: Sequence[RequestOutput]) -> str | None:
     return f"{what} ended at the length limit (finish_reason length); --max-tokens raises it"
 
 
-def stats_rows(stats: Mapping[str, float], outputs: Sequence[RequestOutput]) -> list[tuple[str, str]]:
+def speculation_object(stats: SpeculationStats) -> dict[str, Any]:
+    """The counters and what follows from them, for JSON."""
+    derived = {"acceptance_length": stats.acceptance_length, "acceptance_rates": stats.acceptance_rates}
+    return msgspec.structs.asdict(stats) | derived
+
+
+def speculation_line(stats: SpeculationStats) -> str:
+    """Acceptance in words: mean tokens per verify step, then the share of drafts kept at each position."""
+    if not stats.steps:
+        return "no draft was verified"
+    rates = " ".join(f"{rate:.2f}" for rate in stats.acceptance_rates)
+    length = f"{stats.acceptance_length:.2f} tokens per verify step"
+    text = f"{length}; {stats.accepted} of {stats.drafted} drafts accepted, by position {rates}"
+    return "SIMULATED acceptance, the text means nothing: " + text if stats.simulated else text
+
+
+def totals(parts: Sequence[SpeculationStats | None]) -> SpeculationStats | None:
+    """The sum of several requests' counters; None when none of them speculated."""
+    given = [part for part in parts if part is not None]
+    return functools.reduce(lambda a, b: a.plus(b), given) if given else None
+
+
+def stats_rows(
+    stats: Mapping[str, float], outputs: Sequence[RequestOutput], proposer: str | None
+) -> list[tuple[str, str]]:
     """What --stats shows. Rates per request are means over the requests; the total divides by the engine's time."""
     seconds, steps = max(stats["seconds"], 1e-9), int(stats["steps"])
     prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
@@ -130,12 +158,14 @@ def stats_rows(stats: Mapping[str, float], outputs: Sequence[RequestOutput]) -> 
         if longest > 1 and total > first:
             decode.append((longest - 1) / (total - first))
     rates = {"prefill, per request": prefill, "decode, per request": decode}
+    speculation = totals([choice.speculation for output in outputs for choice in output.outputs])
     used, blocks = int(stats["cache_blocks_used"]), int(stats["cache_blocks_total"])
     return [
         ("prompt tokens", f"{prompt_tokens}, of which {int(stats['prefix_hit_tokens'])} came from the prefix cache"),
         ("output tokens", f"{produced} in {seconds:.2f} s: {produced / seconds:.1f} tokens/s"),
         *((name, f"{sum(values) / len(values):.1f} tokens/s") for name, values in rates.items() if values),
         ("steps", f"{steps}, {seconds / max(steps, 1) * 1e3:.1f} ms each"),
+        *([("speculation", f"{proposer}: {speculation_line(speculation)}")] if speculation else []),
         ("preemptions", f"{int(stats['preemptions'])}"),
         ("cache blocks in use", f"{used} of {blocks}"),
     ]
