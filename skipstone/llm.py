@@ -164,9 +164,14 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def add(self, prompt: Prompt, params: SamplingParams) -> Session:
-        """Queue a prompt without running it; `step` runs all that is queued."""
+    def add(self, prompt: Prompt, params: SamplingParams, prediction: Sequence[int] = ()) -> Session:
+        """Queue a prompt without running it; `step` runs all that is queued.
+
+        `prediction`: tokens that the output is expected to contain; prompt lookup drafts from them as well.
+        """
         session = self._session(prompt, params)
+        for choice in session.choices:
+            choice.request.prediction = list(prediction)
         self._submit([session])
         return session
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import ngram
 
-from skipstone.spec.ngram import find_drafts
+from skipstone.core.request import Request, SamplingParams
+from skipstone.spec.ngram import NgramProposer, find_drafts
+from skipstone.spec.proposer import DraftRequest, DraftStep
 
 EXAMPLES: list[tuple[list[int], int, int, int, list[int]]] = [  # token_ids, k, min_match, max_match, expected
     ([], 3, 1, 3, []),
@@ -85,3 +88,28 @@ def test_the_text_is_left_alone() -> None:
     drafts.append(9)
     assert token_ids == [1, 2, 3, 1, 2]
     assert find_drafts(token_ids, 3, 1, 3) == [3, 1, 2]
+
+
+def drafts_of(prompt: list[int], output: list[int], prediction: list[int], wanted: int = 3) -> list[int]:
+    """What the proposer drafts for one request; the last output token is this step's."""
+    request = Request("r", prompt + output[:-1], SamplingParams(), 0, 100, num_prompt_tokens=len(prompt))
+    request.prediction = prediction
+    draft = DraftRequest(request, slice(0, 1), 0, output[-1:], wanted)
+    proposer = NgramProposer(2, 5)
+    return proposer.propose(DraftStep(Any, Any, [draft], Any))[0].token_ids  # type: ignore[arg-type]
+
+
+PREDICTIONS = {
+    "as predicted so far": ([7, 8, 9], [1, 2], [1, 2, 3, 4, 5, 6], [3, 4, 5]),
+    "at its end": ([7, 8, 9], [1, 2], [1, 2], []),
+    "back on track after a change": ([7, 8, 9], [1, 0, 3, 4], [1, 2, 3, 4, 5, 6], [5, 6]),
+    "it goes before the context": ([3, 4, 9], [0, 3, 4], [1, 3, 4, 5], [5]),
+    "the context is looked up too": ([3, 4, 9, 8], [0, 3, 4], [1, 2], [9, 8, 0]),
+    "nothing fits": ([7, 8, 9], [0, 1], [4, 5, 6], []),
+}
+
+
+@pytest.mark.parametrize("name", PREDICTIONS)
+def test_predictions(name: str) -> None:
+    prompt, output, prediction, expected = PREDICTIONS[name]
+    assert drafts_of(prompt, output, prediction) == expected

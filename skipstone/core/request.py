@@ -157,6 +157,7 @@ class Request:
     num_cached_tokens: int = 0
     max_drafts: int = 0
     drafts: list[int] = field(default_factory=list)
+    prediction: list[int] = field(default_factory=list)  # what the caller expects in the output
     num_draft_computed: int = 0
     num_accepted: int = 0  # in its latest step
     block_ids: list[int] = field(default_factory=list)

@@ -43,14 +43,18 @@ class Tokenizer:
         """One more than the highest id. The model may have more ids; they decode to nothing."""
         return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a plain prompt, special tokens written in the text included.
+
+        Without `add_special_tokens` the text alone, as for a piece of a longer text.
 
         With `add_bos_token` in tokenizer_config.json the ids start with one begin-of-text token (true) or with none
         that the text does not contain (false); without the key the tokenizer's own post-processor decides. Raises
         RequestError for text that is not valid Unicode.
         """
-        token_ids = self._encode(text, add_special_tokens=True)
+        token_ids = self._encode(text, add_special_tokens)
+        if not add_special_tokens:
+            return token_ids
         add_bos = self._config.get("add_bos_token")
         if add_bos is None or self.bos_token_id is None:
             return token_ids

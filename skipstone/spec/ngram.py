@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from skipstone.core.batch import PAD
 from skipstone.core.kv_cache import CacheSpec
-from skipstone.spec.proposer import Drafts, DraftStep, ProposerNeeds
+from skipstone.spec.proposer import DraftRequest, Drafts, DraftStep, ProposerNeeds
 
 
 def find_drafts(token_ids: list[int], k: int, min_match: int, max_match: int) -> list[int]:
@@ -56,7 +57,15 @@ class NgramProposer:
         """Nothing to copy."""
 
     def propose(self, step: DraftStep) -> list[Drafts]:
-        """Look up each request's own tokens."""
-        return [
-            Drafts(find_drafts(r.tokens(0, r.length), r.wanted, self.min_match, self.max_match)) for r in step.requests
-        ]
+        """Look up each request's own tokens, and what its caller has predicted."""
+        return [Drafts(self._find(request)) for request in step.requests]
+
+    def _find(self, request: DraftRequest) -> list[int]:
+        prediction, tokens = request.request.prediction, request.tokens(0, request.length)
+        if not prediction:
+            return find_drafts(tokens, request.wanted, self.min_match, self.max_match)
+        output = tokens[request.request.num_prompt_tokens :]
+        if output == prediction[: len(output)]:
+            return prediction[len(output) : len(output) + request.wanted]
+        drafts = find_drafts([*prediction, PAD, *tokens], request.wanted, self.min_match, self.max_match)
+        return drafts[: drafts.index(PAD)] if PAD in drafts else drafts
