@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from oracles.tiny import Tiny
+from oracles.tiny_heads import write_head
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -62,7 +63,10 @@ class TestNumbers:
 
     def test_memory_is_that_of_the_engine(self, name: str, folder: Callable[[str], Path]) -> None:
         report = examine(folder(name), "auto")
-        assert report.cache_bytes_per_token == LLM(str(folder(name))).engine.caches.bytes_per_token
+        assert report.cache_bytes_per_token == LLM(str(folder(name)), spec="off").engine.caches.bytes_per_token
+        drafting = LLM(str(folder(name))).engine.caches.bytes_per_token  # with MTP modules when the files hold any
+        assert report.cache_bytes_per_token + report.mtp_cache_bytes_per_token == drafting
+        assert (report.mtp_cache_bytes_per_token > 0) == (name == "dsa") == (report.mtp_modules_present > 0)
         info = read_model_info(folder(name))
         model = info.model_class(info.config, torch.float32, True, 1)
         assert report.loaded_bytes == sum(p.numel() * p.element_size() for p in model.parameters())
@@ -119,6 +123,20 @@ def test_modules_declared_and_absent(copy: Callable[[str], Path]) -> None:
     assert report.declared_but_absent == ["config.json declares 7 MTP modules, the files hold 0"]
     assert "note: config.json declares 7 MTP modules" in "\n".join(render(report))
     assert examine(copy("dsa"), "auto").declared_but_absent == []
+
+
+def test_proposers_that_would_work(copy: Callable[[str], Path], tiny: Callable[[str], Tiny]) -> None:
+    bare, beside = copy("m3"), copy("dsa")
+    write_head("eagle3", tiny("dsa"), beside.with_name("dsa-eagle3"))
+    assert {one.method for one in examine(bare, "auto").proposers if one.works} == {"ngram"}
+    report = examine(beside, "auto")
+    assert {one.method for one in report.proposers if one.works} == {"mtp", "eagle3", "ngram"}
+    text = "\n".join(render(report))
+    assert "MTP modules: 1 declared, 1 in the files" in text and "--spec eagle3:K" in text
+    assert "not available: no folder dsa-dflash beside the model" in text
+    for one in report.proposers:
+        if one.works:
+            LLM(str(beside), spec=f"{one.spec}:1").close()
 
 
 def test_files_beside_the_weights(copy: Callable[[str], Path]) -> None:

@@ -38,7 +38,7 @@ def candidates(info: ModelInfo) -> list[Candidate]:
         elif method == "ngram":
             found.append(Candidate(method, method, True, "needs no weights"))
         elif method in beside:
-            found.append(Candidate(method, f"{method}:{beside[method]}", True, f"in {beside[method]}"))
+            found.append(Candidate(method, method, True, f"in {beside[method]}"))
         else:
             looked = f"no folder {info.folder.name}-{method} beside the model; name one as {method}:FOLDER"
             found.append(Candidate(method, f"{method}:FOLDER", False, looked))

@@ -13,8 +13,11 @@ from typing import Any
 import msgspec
 import torch
 
-from skipstone.models.base import CausalLM
+from skipstone.core.kv_cache import CacheSpec
+from skipstone.models.base import CausalLM, DraftHead
 from skipstone.models.loader import ModelInfo, read_model_info, shard_files
+from skipstone.registry import DRAFT_HEADS
+from skipstone.runtime.available import candidates, count_mtp_modules
 from skipstone.runtime.memory import free_memory_bytes
 from skipstone.tools.headers import StoredTensor, read_header
 
@@ -52,6 +55,15 @@ class CacheGroupReport(msgspec.Struct, frozen=True):
     bytes_per_token: int
 
 
+class ProposerReport(msgspec.Struct, frozen=True):
+    """One proposer: the value of --spec that names it, and whether this model has what it needs."""
+
+    method: str
+    spec: str
+    works: bool
+    reason: str
+
+
 class CheckpointReport(msgspec.Struct, frozen=True):
     """Everything `skipstone inspect` shows."""
 
@@ -74,6 +86,10 @@ class CheckpointReport(msgspec.Struct, frozen=True):
     unexpected: list[str]
     other_shape: list[str]
     declared_but_absent: list[str]
+    mtp_modules_declared: int
+    mtp_modules_present: int
+    mtp_cache_bytes_per_token: int
+    proposers: list[ProposerReport]
     tokenizer: bool
     chat_template: str | None
     licences: list[str]
@@ -93,8 +109,10 @@ def examine(folder: Path, dtype: str) -> CheckpointReport:
     files = shard_files(folder)
     tensors = [tensor for file in files for tensor in read_header(file)]
     run_dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
+    present = count_mtp_modules(info)
     with torch.device("meta"):
         model: CausalLM = info.model_class(info.config, run_dtype, True, 1)
+        draft_specs = _mtp_caches(info, model, present, run_dtype)
     matched = _match(model, tensors)
     loaded = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     groups = _cache_groups(model, run_dtype)
@@ -118,7 +136,11 @@ def examine(folder: Path, dtype: str) -> CheckpointReport:
         missing=sorted(set(matched.slots) - matched.slots_filled()),
         unexpected=matched.unexpected,
         other_shape=matched.other_shape(),
-        declared_but_absent=_absent(info, matched),
+        declared_but_absent=_absent(info, present),
+        mtp_modules_declared=info.config.declared_mtp_modules,
+        mtp_modules_present=present,
+        mtp_cache_bytes_per_token=sum(spec.bytes_per_token(run_dtype) for spec in draft_specs),
+        proposers=[ProposerReport(*candidate) for candidate in candidates(info)],
         tokenizer=(folder / "tokenizer.json").is_file(),
         chat_template=_chat_template(folder),
         licences=sorted({path.name for pattern in LICENCES for path in folder.glob(pattern)}),
@@ -199,14 +221,18 @@ def _cache_groups(model: CausalLM, dtype: torch.dtype) -> list[CacheGroupReport]
     return reports
 
 
-def _absent(info: ModelInfo, match: _Match) -> list[str]:
-    """What config.json announces and the files do not hold."""
-    names = [tensor.name for reason, tensor in match.ignored if reason.startswith("MTP module")]
-    present = {found[1] for name in names if (found := re.search(r"layers\.(\d+)\.", name))}
-    declared = info.config.declared_mtp_modules
-    if len(present) == declared:
+def _mtp_caches(info: ModelInfo, model: CausalLM, present: int, dtype: torch.dtype) -> list[CacheSpec]:
+    """Caches that MTP modules add when they draft."""
+    if not present:
         return []
-    return [f"config.json declares {declared} MTP modules, the files hold {len(present)}"]
+    head: DraftHead = DRAFT_HEADS.load(info.architecture)(model, present, dtype, False)
+    return head.cache_specs()
+
+
+def _absent(info: ModelInfo, present: int) -> list[str]:
+    """What config.json announces and the files do not hold."""
+    declared = info.config.declared_mtp_modules
+    return [] if present == declared else [f"config.json declares {declared} MTP modules, the files hold {present}"]
 
 
 def _chat_template(folder: Path) -> str | None:

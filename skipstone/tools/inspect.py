@@ -48,14 +48,14 @@ def render(report: CheckpointReport) -> list[str]:
         f"{'part':<22}{'tensors':>9}{'parameters':>18}{'on disk':>12}",
     ]
     for part in report.parts:
-        remark = "" if part.loaded else "  not loaded"
+        remark = "" if part.loaded else "  for --spec mtp" if part.part == "MTP module" else "  not loaded"
         lines.append(f"{part.part:<22}{part.tensors:>9}{part.parameters:>18,}{_size(part.num_bytes):>12}{remark}")
     total = sum(part.parameters for part in report.parts)
     lines.append(f"{'total':<22}{sum(part.tensors for part in report.parts):>9}{total:>18,}")
     lines += ["", f"{'cache group':<30}{'layers':>8}{'bytes per token in ' + report.run_dtype:>30}"]
     lines += [f"{group.group:<30}{group.layers:>8}{group.bytes_per_token:>30,}" for group in report.cache_groups]
     lines += [f"{'total':<30}{'':>8}{report.cache_bytes_per_token:>30,}", ""]
-    lines += [_row("memory", _fit(report)), "", *_problems(report)]
+    lines += [_row("memory", _fit(report)), "", *_speculation(report), "", *_problems(report)]
     return lines
 
 
@@ -66,6 +66,18 @@ def _fit(report: CheckpointReport) -> str:
         return f"{weights}, which does not fit: {free}"
     full = report.tokens_that_fit // report.max_position_embeddings
     return f"{weights}; {free}; the rest holds {report.tokens_that_fit:,} tokens, or {full:,} full contexts"
+
+
+def _speculation(report: CheckpointReport) -> list[str]:
+    """Draft modules in the files, and which values of --spec would work."""
+    modules = f"MTP modules: {report.mtp_modules_declared} declared, {report.mtp_modules_present} in the files"
+    if report.mtp_cache_bytes_per_token:
+        modules += f", whose caches take {report.mtp_cache_bytes_per_token:,} bytes per token more"
+    lines = [_row("speculation", modules)]
+    for proposer in report.proposers:
+        verdict = "" if proposer.works else "not available: "
+        lines.append(f"  {'--spec ' + proposer.spec + ':K':<24}{verdict}{proposer.reason}")
+    return lines
 
 
 def _problems(report: CheckpointReport) -> list[str]:
