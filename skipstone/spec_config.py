@@ -59,7 +59,7 @@ def parse_spec(text: str) -> SpecConfig:
         raise ConfigError(f"spec={text!r}: {method!r} is not a proposer; it must be {FORMS}, or a JSON object")
     folder, k = rest or None, None
     head, _, tail = rest.rpartition(":")
-    if tail.isdigit():
+    if tail.isdecimal():
         folder, k = head or None, int(tail)
     elif tail == "auto":
         folder = head or None
@@ -100,18 +100,27 @@ def _from_peer(text: str) -> SpecConfig:
         raise ConfigError(f"spec={text!r}: method={name!r} is not supported, only {', '.join(METHODS)}")
     k, rates = peer.num_speculative_tokens, peer.synthetic_acceptance_rates
     if peer.synthetic_acceptance_length is not None:
+        if rates is not None:
+            raise ConfigError(
+                f"spec={text!r}: synthetic_acceptance_rates and synthetic_acceptance_length exclude each other"
+            )
         rates = _rates_of_length(peer.synthetic_acceptance_length, k, text)
     if (peer.rejection_sample_method == "synthetic") != (rates is not None):
         raise ConfigError(
             f"spec={text!r}: rejection_sample_method 'synthetic' and acceptance rates need each other; give both"
         )
+    least, most = peer.prompt_lookup_min, peer.prompt_lookup_max
+    if least is None:
+        least = DEFAULT_MIN_MATCH if most is None else min(DEFAULT_MIN_MATCH, most)
+    if most is None:
+        most = max(DEFAULT_MAX_MATCH, least)
     return _checked(
         SpecConfig(
             method=method,
             folder=peer.model if method in NEED_FOLDER else None,
             k=k,
-            min_match=peer.prompt_lookup_min or min(DEFAULT_MIN_MATCH, peer.prompt_lookup_max or DEFAULT_MIN_MATCH),
-            max_match=peer.prompt_lookup_max or max(DEFAULT_MAX_MATCH, peer.prompt_lookup_min or 0),
+            min_match=least,
+            max_match=most,
             draft_sampling={"greedy": "greedy", "probabilistic": "independent", None: None}[peer.draft_sample_method],
             verification=PEER_VERIFICATION[peer.rejection_sample_method] if peer.rejection_sample_method else None,
             acceptance_rates=rates,
