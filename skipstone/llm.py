@@ -20,6 +20,7 @@ from skipstone.models.loader import read_json, read_model_info
 from skipstone.models.locate import locate
 from skipstone.outputs import RequestOutput, StreamEvent
 from skipstone.runtime.engine import Engine
+from skipstone.serve.structured import GrammarCompiler
 from skipstone.serve.text import Tokenizer
 from skipstone.session import Choice, Session
 
@@ -52,6 +53,7 @@ class LLM:
         generation_file = self.folder / "generation_config.json"
         self._generation = read_json(generation_file, "it may be deleted") if generation_file.exists() else {}
         self.eos_token_ids = _eos_token_ids(self._generation, self.info.raw, self.info.config.vocab_size)
+        self._grammars = GrammarCompiler(self.folder, self.info.config.vocab_size, self.eos_token_ids)
         self.engine = Engine(self.info, self.config, observer)
         self._sessions: dict[str, tuple[Session, Choice]] = {}
         self._numbers = itertools.count()
@@ -215,7 +217,8 @@ class LLM:
             raise RequestError("stop strings need a tokenizer.json; use stop_token_ids")
         params.validate(self.engine.vocab_size)
         number = next(self._numbers)
-        return Session(f"request-{number}", prompt, token_ids, params, self.tokenizer, self.eos_token_ids)
+        eos = self.eos_token_ids
+        return Session(f"request-{number}", prompt, token_ids, params, self.tokenizer, eos, self._grammars)
 
     def _submit(self, sessions: list[Session]) -> None:
         """Queue all choices, or none when one of them is refused."""

@@ -10,6 +10,7 @@ from skipstone.core.request import Request, SamplingParams
 from skipstone.kernels.reference.sampling import derive_seed
 from skipstone.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamEvent
 from skipstone.runtime.engine import Engine
+from skipstone.serve.structured import GrammarCompiler
 from skipstone.serve.text import TextStream, Tokenizer
 
 
@@ -68,6 +69,7 @@ class Session:
         params: SamplingParams,
         tokenizer: Tokenizer | None,
         eos_token_ids: frozenset[int],
+        grammars: GrammarCompiler,
     ) -> None:
         self.session_id = session_id
         self.prompt = prompt
@@ -88,6 +90,7 @@ class Session:
                     seed=derive_seed(seed, i),
                     max_total_tokens=limit,
                     eos_token_ids=eos_token_ids,
+                    grammar=grammars.compile(params),
                 ),
                 tokenizer,
             )

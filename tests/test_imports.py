@@ -32,8 +32,9 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "spec": (*BASE, "core", "kernels", "attention.backend", "models.base"),
     "runtime": (*BASE, "core", "kernels", "layers", "attention", "models", "spec"),
     "serve.text": (*BASE, "core"),
-    "session": (*DATA, "kernels.reference.sampling", "runtime", "serve.text"),
-    "llm": (*DATA, "attention", "models", "spec", "runtime", "serve.text", "session"),
+    "serve.structured": (*BASE, "core"),
+    "session": (*DATA, "kernels.reference.sampling", "runtime", "serve.text", "serve.structured"),
+    "llm": (*DATA, "attention", "models", "spec", "runtime", "serve.text", "serve.structured", "session"),
     "serve": (*DATA, "runtime", "models.base", "models.loader", "models.locate", "llm", "session"),
     "tools": (*DATA, "runtime", "models.base", "models.loader", "models.locate", "llm", "session", "serve"),
     "__init__": ("config", "core.request", "llm"),
@@ -103,8 +104,8 @@ def _judge(module: str, rule: str, own: str, name: str, package: str) -> str | N
     target = name.removeprefix(package).lstrip(".") or "__init__"
     if target == "__init__":
         return f"{module} imports the package itself; import the module that is meant"
-    # serve.text is below the rest of serve: it may not look up at its own package.
-    itself = (rule if rule == "serve.text" else own, rule)
+    # Text and grammars are below the rest of serve: they may not look up at their own package.
+    itself = (rule if rule in ("serve.text", "serve.structured") else own, rule)
     if any(within(target, allowed) for allowed in (*ALLOWED[rule], *itself)):
         return None
     return f"{module} may not import {target}"

@@ -111,3 +111,4 @@ class SamplingRows(NamedTuple):
     penalties: Penalties | None
     bias: TokenValues | None
     all_greedy: bool
+    allowed: Tensor | None = None  # [L, V] bool, tokens that a grammar permits

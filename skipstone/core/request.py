@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from skipstone.core.grammar import Grammar
 from skipstone.core.speculation import SpeculationStats
 from skipstone.errors import RequestError
 
 MAX_TOP_LOGPROBS = 20
+STRUCTURED_FIELDS = ("json_schema", "regex", "grammar", "choice")
 
 
 class FinishReason(enum.Enum):
@@ -31,7 +33,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     `max_tokens` None: as many as the context holds. `top_k` 0 or -1: off. `seed` None: a random one is drawn.
     `logprobs` n: the chosen token and the n likeliest per position, -1: the whole vocabulary; the distribution is the
     model's own (before temperature, penalties and truncation). `num_speculative_tokens`: drafts per step, None: the
-    engine's choice; it changes the speed, never the text.
+    engine's choice; it changes the speed, never the text. At most one of `json_schema` (JSON text), `regex`, `grammar`
+    (Lark) and `choice` constrains the whole text.
     """
 
     n: int = 1
@@ -54,11 +57,23 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     seed: int | None = None
     skip_special_tokens: bool = True
     num_speculative_tokens: int | None = None
+    json_schema: str | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    choice: str | list[str] = []
 
     @property
     def stop_strings(self) -> list[str]:
         """The stop strings as a list."""
         return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    @property
+    def structured_output(self) -> tuple[str, str | list[str]] | None:
+        """The field that constrains the text, and its value."""
+        fields = {name: getattr(self, name) for name in STRUCTURED_FIELDS}
+        if isinstance(self.choice, str):
+            fields["choice"] = [self.choice]
+        return next(((name, value) for name, value in fields.items() if value not in (None, [])), None)
 
     @property
     def greedy(self) -> bool:
@@ -86,6 +101,20 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise RequestError(
                 f"min_tokens={self.min_tokens} is larger than max_tokens={self.max_tokens}; raise max_tokens"
             )
+
+        self._check_structured_output()
+
+    def _check_structured_output(self) -> None:
+        given = [name for name in STRUCTURED_FIELDS if getattr(self, name) not in (None, [])]
+        if len(given) > 1:
+            raise RequestError(f"{given[0]} and {given[1]} cannot be combined; keep one of them")
+        if given and self.min_tokens:
+            raise RequestError(
+                f"min_tokens={self.min_tokens} and {given[0]} cannot be combined, as the grammar decides where the "
+                "text ends; remove min_tokens"
+            )
+        if self.choice == "" or any(not option for option in self.choice):
+            raise RequestError("choice contains an empty string; remove it")
 
     def _check_types(self) -> None:
         """A struct made in Python holds whatever it was given; hold it to the annotations, as decoded JSON is."""
@@ -169,6 +198,7 @@ class Request:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = self.num_prompt_tokens or len(self.token_ids)
@@ -191,15 +221,22 @@ class Request:
     def commit(self, token_ids: list[int]) -> list[int]:
         """Append a verified run, cut at the first token that ends the request; return what was appended.
 
-        The cut is at the earliest of end-of-text, a stop id, and the length limit. A stop id that ends the request is
-        committed (it was sampled) and recorded in `stop_token_id`.
+        The cut is at the earliest of end-of-text, a stop id, the end of the grammar and the length limit. A stop id
+        that ends the request is committed (it was sampled) and recorded in `stop_token_id`. A token that the grammar
+        forbids (none was possible, because of logit_bias, say) ends the request before it.
         """
         appended: list[int] = []
         for token in token_ids:
+            if self.grammar is not None and not self.grammar.advance(token):
+                self.finish_reason = FinishReason.ABORT
+                break
             self.token_ids.append(token)
             appended.append(token)
             if self.num_output_tokens >= self.params.min_tokens and self.ends_with(token):
                 self.finish_reason, self.stop_token_id = FinishReason.STOP, token
+                break
+            if self.grammar is not None and self.grammar.ended:
+                self.finish_reason = FinishReason.STOP
                 break
             if len(self.token_ids) >= self.max_total_tokens:
                 self.finish_reason = FinishReason.LENGTH

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from skipstone.core.batch import Penalties, SamplingRows, TokenValues
 from skipstone.core.request import Request
@@ -40,7 +41,18 @@ def sampling_rows(rows: list[SampledRow]) -> SamplingRows:
         penalties=_penalties(rows),
         bias=_bias(rows),
         all_greedy=all(p.greedy for p in params),
+        allowed=_allowed(rows),
     )
+
+
+def _allowed(rows: list[SampledRow]) -> Tensor | None:
+    """Masks of the rows' grammars. A row behind an illegal draft is never emitted, so it may choose anything."""
+    masks = [row.request.grammar.allowed(row.further) if row.request.grammar else None for row in rows]
+    vocab_size = next((len(mask) for mask in masks if mask is not None), None)
+    if vocab_size is None:
+        return None
+    anything = torch.ones(vocab_size, dtype=torch.bool)
+    return torch.stack([anything if mask is None else mask for mask in masks])
 
 
 def _penalties(rows: list[SampledRow]) -> Penalties | None:

@@ -9,7 +9,7 @@ from skipstone.attention.backend import AttentionGroups
 from skipstone.core.kv_cache import KVCache
 from skipstone.core.observer import EmittedRun, Observer, Phase
 from skipstone.core.plan import StepOutput, StepPlan, StepResult
-from skipstone.core.request import TokenLogprobs
+from skipstone.core.request import Request, TokenLogprobs
 from skipstone.core.sampling_rows import SampledRow, sampling_rows
 from skipstone.kernels.reference.gemm import cpu_threads
 from skipstone.kernels.reference.sampling import decision_scores, token_logprobs
@@ -148,6 +148,7 @@ class ModelRunner:
         step = DraftStep(rows.batch, hidden, requests, self.chooser)
         for i, drafts in zip(chosen, proposer.propose(step), strict=True):
             results[i].drafts, results[i].num_draft_computed = drafts.token_ids, drafts.num_computed
+            _cut_illegal(plan.scheduled[i].request, results[i])
 
     def _report_prompt(self, plan: StepPlan, rows: list[LogitRow], logits: Tensor, results: list[StepResult]) -> None:
         """Log-probabilities of the prompt's own next tokens."""
@@ -174,6 +175,14 @@ def _emitted_runs(
         emitted.append(EmittedRun(item.request, start, *own))
         first = part.stop
     return emitted
+
+
+def _cut_illegal(request: Request, result: StepResult) -> None:
+    """Drop drafts from the first one on that the request's grammar forbids: they could only cost rows."""
+    if request.grammar is not None and result.drafts:
+        emitted = len(result.token_ids)
+        legal = request.grammar.legal(result.token_ids + result.drafts)
+        del result.drafts[max(legal - emitted, 0) :]
 
 
 def _logprobs(logits: Tensor, token_ids: list[int], counts: list[int]) -> list[TokenLogprobs]:

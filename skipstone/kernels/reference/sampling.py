@@ -31,7 +31,7 @@ def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
     Gumbel noise, which is a draw from their softmax. Equal values: the lowest id. NaN counts as -inf. A row without
     any possible token (all NaN, or all forbidden) gives token 0, so that one broken row cannot stop a batch.
     """
-    if rows.all_greedy and rows.penalties is None and rows.bias is None:
+    if rows.all_greedy and rows.penalties is None and rows.bias is None and rows.allowed is None:
         return _clean(logits).argmax(dim=1)  # argmax documents that the first of equal maxima is returned
     return decision_scores(logits, rows).argmax(dim=1)
 
@@ -48,12 +48,15 @@ def decision_scores(logits: Tensor, rows: SamplingRows) -> Tensor:
 def process_logits(logits: Tensor, rows: SamplingRows) -> Tensor:
     """Logits whose softmax a row is drawn from. [L, V] float32 -> a new [L, V] float32, excluded tokens -inf.
 
-    Order: logit bias and forbidden tokens; repetition, frequency, presence penalty; temperature; top-k; top-p among
-    the tokens that top-k left; min-p. Bias and penalties come first as in vLLM's sampler, the rest follows the order
-    of Hugging Face's `generate`. (vLLM applies min-p before top-k; the two differ only when top-p is set as well.)
+    Order: what a grammar forbids; logit bias and forbidden tokens; repetition, frequency, presence penalty;
+    temperature; top-k; top-p among the tokens that top-k left; min-p. Bias and penalties come first as in vLLM's
+    sampler, the rest follows the order of Hugging Face's `generate`. (vLLM applies min-p before top-k; the two differ
+    only when top-p is set as well.)
     Rows with temperature 0 stop after the penalties.
     """
     scores = _clean(logits)
+    if rows.allowed is not None:
+        scores.masked_fill_(~rows.allowed, -torch.inf)
     if rows.bias is not None:
         _add_bias(scores, rows.bias)
     if rows.penalties is not None:

@@ -1,0 +1,24 @@
+"""What the engine needs of a grammar that constrains one request's text."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Grammar(Protocol):
+    """The state of a grammar after the request's committed tokens. Questions about further tokens leave it as it is."""
+
+    def allowed(self, further: list[int]) -> Tensor | None:
+        """Which tokens may follow `further`, [V] bool; None when `further` itself leaves the grammar."""
+
+    def legal(self, further: list[int]) -> int:
+        """How many of these tokens, from the first on, stay within the grammar."""
+
+    def advance(self, token: int) -> bool:
+        """Take over a committed token. False when the grammar forbids it."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether the text is complete and nothing may follow."""

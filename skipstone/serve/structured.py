@@ -1,0 +1,115 @@
+"""Structured output: JSON schemas, regular expressions, choices and Lark grammars as masks over the vocabulary.
+
+llguidance does the parsing; this file knows how a request asks for it and how to ask about drafts without losing state.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from skipstone.core.request import SamplingParams
+from skipstone.errors import RequestError, UnsupportedError
+
+
+class TokenGrammar:
+    """A matcher and its place in the text."""
+
+    def __init__(self, matcher: Any, vocab_size: int) -> None:
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+
+    def allowed(self, further: list[int]) -> Tensor | None:
+        """Which tokens may follow `further`, [V] bool; None when `further` itself leaves the grammar."""
+        taken = self._matcher.try_consume_tokens(further) if further else 0
+        mask = None
+        if taken == len(further):
+            bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+            mask = torch.from_numpy(np.unpackbits(bits, bitorder="little")[: self._vocab_size].astype(bool))
+        if taken:
+            self._matcher.rollback(taken)
+        return mask
+
+    def legal(self, further: list[int]) -> int:
+        """How many of these tokens, from the first on, stay within the grammar."""
+        return int(self._matcher.validate_tokens(further)) if further else 0
+
+    def advance(self, token: int) -> bool:
+        """Take over a committed token. False when the grammar forbids it."""
+        return self._matcher.try_consume_tokens([token]) == 1
+
+    @property
+    def ended(self) -> bool:
+        """Whether the text is complete and nothing may follow."""
+        return bool(self._matcher.is_stopped())
+
+
+class GrammarCompiler:
+    """Makes grammars for one tokenizer. The vocabulary is read at the first use."""
+
+    def __init__(self, folder: Path, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+        self.folder = folder
+        self.vocab_size = vocab_size
+        self.eos_token_ids = eos_token_ids
+        self._tokenizer: Any = None
+
+    def compile(self, params: SamplingParams) -> TokenGrammar | None:
+        """The grammar that the parameters ask for, if any.
+
+        Raises RequestError naming the field and what is wrong with its value, UnsupportedError without llguidance.
+        """
+        asked = params.structured_output
+        if asked is None:
+            return None
+        name, value = asked
+        llguidance = _library(name)
+        if self._tokenizer is None:
+            self._tokenizer = self._load(llguidance, name)
+        source = _grammar_source(llguidance, name, value)
+        problem = llguidance.LLMatcher.validate_grammar(source, self._tokenizer)
+        if problem:
+            raise RequestError(f"{name} cannot be used: {problem.splitlines()[0]}")
+        matcher = llguidance.LLMatcher(self._tokenizer, source)
+        if matcher.is_error():
+            raise RequestError(f"{name} cannot be used: {matcher.get_error().splitlines()[0]}")
+        return TokenGrammar(matcher, self.vocab_size)
+
+    def _load(self, llguidance: Any, name: str) -> Any:
+        file = self.folder / "tokenizer.json"
+        if not file.exists() or not self.eos_token_ids:
+            missing = "tokenizer.json" if not file.exists() else "eos_token_id"
+            raise RequestError(f"{name} needs the model's {missing}, which {self.folder.name} lacks")
+        return llguidance.LLTokenizer(str(file), n_vocab=self.vocab_size, eos_token=sorted(self.eos_token_ids))
+
+
+def _library(name: str) -> Any:
+    try:
+        import llguidance
+    except ImportError:
+        raise UnsupportedError(f"{name} needs the package llguidance; pip install 'skipstone[structured]'") from None
+    return llguidance
+
+
+def _grammar_source(llguidance: Any, name: str, value: Any) -> str:
+    """The library's form of a constraint. Raises RequestError for text that is no JSON, or an unusable schema."""
+    if name == "grammar":
+        return str(llguidance.grammar_from("grammar", value))
+    if name == "regex":
+        return str(llguidance.grammar_from("regex", value))
+    if name == "choice":
+        options = " | ".join(json.dumps(option) for option in value)
+        return str(llguidance.grammar_from("lark", f"start: {options}"))
+    try:
+        json.loads(value)
+    except ValueError as error:
+        raise RequestError(f"json_schema={value!r:.80} is not valid JSON: {error}") from None
+    try:
+        # Free whitespace lets a model fill its answer with blanks.
+        return str(llguidance.LLMatcher.grammar_from_json_schema(value, defaults={"whitespace_flexible": False}))
+    except ValueError as error:
+        raise RequestError(f"json_schema cannot be used: {error}") from None
