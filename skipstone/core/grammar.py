@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from torch import Tensor
+if TYPE_CHECKING:  # requests must be importable without torch: `--help` has to be quick
+    from torch import Tensor
 
 
 class Grammar(Protocol):

@@ -55,11 +55,11 @@ SAMPLING_HELP = {
     "prompt_logprobs": "the same for the tokens of the prompt",
     "seed": "equal seeds give equal answers",
     "skip_special_tokens": "leave special tokens out of the text",
+    "num_speculative_tokens": "drafts per step, at most the engine's; 0: none. Changes the speed, never the text",
     "json_schema": "the text is JSON that fits this schema (JSON text)",
     "regex": "the text matches this regular expression",
     "grammar": "the text fits this Lark grammar",
     "choice": "the text is one of these; may be repeated",
-    "num_speculative_tokens": "drafts per step, at most the engine's; 0: none. Changes the speed, never the text",
 }
 
 
