@@ -10,7 +10,7 @@ import torch
 from skipstone.config import EngineConfig
 from skipstone.core.observer import Observer
 from skipstone.core.request import FinishReason, Request
-from skipstone.errors import RequestError
+from skipstone.errors import ConfigError, RequestError
 from skipstone.models.base import CausalLM
 from skipstone.models.loader import ModelInfo, build_model
 from skipstone.runtime.block_pool import BlockPool
@@ -45,6 +45,12 @@ class Engine:
         specs = self.model.cache_specs() + (proposer.cache_specs() if proposer else [])
         draft_unit = proposer.needs.block_unit if proposer else 1
         self.caches: CachePlan = plan_caches(config, info.config, specs, self.dtype, draft_unit)
+        if proposer and config.prefix_caching and proposer.needs.next_tokens > self.caches.block_size:
+            # The positions that a request computes again behind a shared beginning must lie in its own last block.
+            raise ConfigError(
+                f"block_size={self.caches.block_size} and the {proposer.needs.next_tokens} MTP modules of "
+                f"spec={config.spec} cannot be combined with prefix_caching; raise block_size or switch prefix_caching off"
+            )
         sizes = (self.caches.num_blocks, self.caches.block_size)
         self.runner = ModelRunner(self.model, *sizes, self.dtype, config.exact, self.speculation, observer)
         self.pool = BlockPool(self.caches.num_blocks, self.caches.block_size)

@@ -21,6 +21,13 @@ from skipstone.kernels.reference.sampling import process_logits, sample
 DraftSampling = Literal["coupled", "greedy", "independent"]
 # Flips bits of the seed, so that the noise is another stream of the same request.
 INDEPENDENT_STREAM = 0x510E527FADE682D1
+STEP_STRIDE = 0x1B873593CC9E2D51  # any large odd number
+
+
+def fresh_seeds(seeds: Tensor, rows: list[SampledRow]) -> Tensor:
+    """Seeds [R] that differ from step to step: a position may be drafted and verified in several of them."""
+    committed = torch.tensor([len(row.request.token_ids) for row in rows], dtype=torch.int64)
+    return seeds + committed * STEP_STRIDE
 
 
 class DraftChooser:
@@ -37,7 +44,7 @@ class DraftChooser:
         if self.mode == "greedy":
             how = how._replace(temperature=torch.zeros_like(how.temperature), all_greedy=True)
         elif self.mode == "independent":
-            how = how._replace(seed=how.seed ^ INDEPENDENT_STREAM)
+            how = how._replace(seed=fresh_seeds(how.seed ^ INDEPENDENT_STREAM, rows))
         tokens = sample(logits, how).tolist()
         if self.keep_laws:
             law = process_logits(logits, how).softmax(dim=1)

@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from skipstone.core.batch import PAD
 from skipstone.core.sampling_rows import SampledRow, sampling_rows
 from skipstone.kernels.reference.sampling import gumbel_noise, process_logits, sample
+from skipstone.spec.choose import fresh_seeds
 from skipstone.spec.rejection import block_verify, rejection_sample
 
 Rule = Literal["exact", "rejection", "block"]
@@ -69,12 +70,14 @@ class Verifier:
         law[greedy] = torch.zeros_like(law[greedy]).scatter_(1, logits[greedy].argmax(dim=1, keepdim=True), 1.0)
         target = pad_sequence(list(law.split(counts)), batch_first=True)  # [R, k+1, V]
         noise = gumbel_noise(how.seed ^ RECOVERY_STREAM, how.position, logits.shape[1])
+        # Block verification looks at the numbers of all drafts, so those behind the run it keeps are not used again.
+        uniforms = _uniforms(fresh_seeds(how.seed, rows), how.position)
         rule = rejection_sample if self.rule == "rejection" else block_verify
         verified = rule(
             target,
-            _padded_laws(draft_probs, target),
+            _padded_laws(draft_probs, drafts, target),
             pad_sequence([torch.tensor(ids, dtype=torch.int64) for ids in drafts], True, PAD),
-            pad_sequence([part[: len(part) - 1] for part in _uniforms(how.seed, how.position).split(counts)], True),
+            pad_sequence([part[: len(part) - 1] for part in uniforms.split(counts)], True),
             pad_sequence(list(noise.split(counts)), batch_first=True),
         )
         accepted = verified.num_accepted.tolist()
@@ -99,10 +102,13 @@ def _uniforms(seed: Tensor, position: Tensor) -> Tensor:
     return torch.exp(-torch.exp(-gumbel))
 
 
-def _padded_laws(draft_probs: list[list[Tensor]], target: Tensor) -> Tensor:
-    """[R, k, V] from ragged lists of laws, zero where there is no draft."""
+def _padded_laws(draft_probs: list[list[Tensor]], drafts: list[list[int]], target: Tensor) -> Tensor:
+    """[R, k, V] from ragged lists of laws, zero where there is no draft. A draft without a law was certain."""
     out = target.new_zeros(target.shape[0], target.shape[1] - 1, target.shape[2])
-    for i, laws in enumerate(draft_probs):
-        for j, law in enumerate(laws):
-            out[i, j] = law
+    for i, (laws, ids) in enumerate(zip(draft_probs, drafts, strict=True)):
+        for j, token in enumerate(ids):
+            if j < len(laws):
+                out[i, j] = laws[j]
+            else:
+                out[i, j, token] = 1.0
     return out
