@@ -34,6 +34,9 @@ class EmittedRun(NamedTuple):
 class Observer:
     """Watches an engine; override what is of interest. Called within the step, so tensors must be copied to be kept."""
 
+    wants_runs = True
+    """Whether `on_runs` is to be called; the scores it is given cost a pass over the logits."""
+
     def on_selection(self, layer: int, selection: Selection) -> None:
         """A sparse layer of the target has chosen the keys of every row of the step's batch."""
 

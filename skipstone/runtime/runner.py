@@ -115,7 +115,7 @@ class ModelRunner:
             results[item].token_ids, results[item].num_accepted = run.token_ids, run.num_accepted
             kept += range(first, first + len(run.token_ids))
             first += len(ids) + 1
-        if self.observer is not None and runs:
+        if self.observer is not None and self.observer.wants_runs and runs:
             self.observer.on_runs(_emitted_runs(plan, rows, sampled, runs, kept, logits))
         emitted = [token for run in runs for token in run.token_ids]
         params = [plan.scheduled[rows[i].item].request.params for i in kept]

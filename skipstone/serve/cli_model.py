@@ -13,11 +13,12 @@ from skipstone.serve.cli_options import Settings
 from skipstone.serve.cli_output import note, sampling_line, show_card
 
 if TYPE_CHECKING:
+    from skipstone.core.observer import Observer
     from skipstone.llm import LLM
 
 
 @contextmanager
-def open_model(settings: Settings, quiet: bool) -> Iterator[tuple[LLM, Settings]]:
+def open_model(settings: Settings, quiet: bool, observer: Observer | None = None) -> Iterator[tuple[LLM, Settings]]:
     """The loaded model, and the settings with its own sampling defaults; closed at the end, whatever happens.
 
     Raises CheckpointError, ConfigError or UnsupportedError for a model that cannot be loaded.
@@ -29,7 +30,7 @@ def open_model(settings: Settings, quiet: bool) -> Iterator[tuple[LLM, Settings]
         note(f"loading {folder} ({size / 1e6:,.1f} MB of weights)")
     from skipstone.llm import LLM  # torch takes seconds to import; errors in options and prompts come before
 
-    llm = LLM(config=config)
+    llm = LLM(config=config, observer=observer)
     try:
         settings = settings.with_checkpoint(llm.default_params)
         if not quiet:
