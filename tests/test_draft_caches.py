@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
-from oracles.speculation import FEW, LEAN, WAYS, Folders, load, run, tiny_jobs, tokens, watch
+from oracles.speculation import CACHED, FEW, LEAN, WAYS, Folders, load, pairs, run, tiny_jobs, tokens, watch
 from oracles.tiny import TINY, Tiny, write_folder
 from oracles.tiny_heads import with_mtp
 from torch import Tensor
@@ -39,7 +39,6 @@ from skipstone.registry import ATTENTION
 from skipstone.spec.verify import Run, Verifier
 
 TARGETS = ["m3", "dsa"]
-CACHED = ["mtp", "mtp3", "eagle3", "dflash", "draft"]  # proposers with caches of their own
 BLOCK = 8
 Caches = dict[tuple[int, str], Tensor]
 
@@ -145,8 +144,7 @@ def modules(proposer: str) -> int:
 
 
 @pytest.mark.parametrize(("chunk", "caching", "tight"), [(11, True, False), (20, True, True)])
-@pytest.mark.parametrize("proposer", CACHED)
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize(("name", "proposer"), pairs(CACHED))
 def test_valid_entries_equal_those_computed_from_scratch(
     name: str, proposer: str, chunk: int, caching: bool, tight: bool, folders: Folders
 ) -> None:
@@ -261,8 +259,7 @@ class Advances:
         self.borders += any(position % BLOCK == 0 for position in positions)
 
 
-@pytest.mark.parametrize("proposer", ["mtp", "eagle3", "draft"])
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize(("name", "proposer"), pairs(["mtp", "eagle3", "draft"]))
 def test_advanced_metadata_equals_fresh_metadata(
     name: str, proposer: str, folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,8 +283,8 @@ def permuted(specs: list[CacheSpec], order: int) -> list[CacheSpec]:
     return sorted(specs, key=lambda spec: (spec.group[::-1], -spec.layer))
 
 
-@pytest.mark.parametrize(("name", "order"), [("m3", 1), ("dsa", 1), ("dsa", 2)])
-@pytest.mark.parametrize("proposer", ["mtp", "mtp3", "draft"])
+@pytest.mark.parametrize("order", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("name", "proposer"), pairs(["mtp", "mtp3", "draft"]))
 def test_the_order_of_cache_groups_means_nothing(
     name: str, proposer: str, order: int, folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -362,8 +359,8 @@ def cached_tokens(llm: LLM, prompts: list[list[int]], check: Callable[[Request],
     return found
 
 
-@pytest.mark.parametrize(("name", "shared"), [("m3", 1), ("m3", 3), ("dsa", 2)])
-@pytest.mark.parametrize("proposer", CACHED)
+@pytest.mark.parametrize("shared", [2, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("name", "proposer"), pairs(CACHED))
 def test_prompts_that_part_at_a_block_border(name: str, proposer: str, shared: int, folders: Folders) -> None:
     """Only the positions whose draft entries depend on the other next tokens are computed again, in a copy.
 
@@ -394,8 +391,7 @@ def test_prompts_that_part_at_a_block_border(name: str, proposer: str, shared: i
     llm.engine.scheduler.check()
 
 
-@pytest.mark.parametrize("proposer", CACHED)
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize(("name", "proposer"), pairs(CACHED))
 def test_blocks_whose_draft_entries_were_never_written(name: str, proposer: str, folders: Folders) -> None:
     """Written by a request without drafts. No NaN is read, and drafts are as good as in a cold engine."""
     prompt = tokens(45, 3)
@@ -448,8 +444,7 @@ class Selections:
             monkeypatch.setattr(kind, "select", select)
 
 
-@pytest.mark.parametrize("proposer", ["mtp", "dflash"])
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize(("name", "proposer"), pairs(["mtp", "dflash"]))
 def test_rows_select_alone_what_they_select_among_drafts(
     name: str, proposer: str, folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -498,8 +493,9 @@ def test_contexts_within_the_budget_are_dense(name: str, tmp_path: Path) -> None
 class TestStaleResults:
     """A result that comes back after its request was aborted or preempted changes nothing, drafts included."""
 
-    @pytest.mark.parametrize("how", ["abort", "preempt"])
-    @pytest.mark.parametrize("proposer", [*CACHED, "ngram"])
+    @pytest.mark.parametrize(
+        ("how", "proposer"), [("abort", "mtp"), ("preempt", "mtp3"), ("abort", "dflash"), ("preempt", "draft")]
+    )
     def test_with_drafts_under_way(self, proposer: str, how: str, folders: Folders) -> None:
         llm = engine(folders, "m3", proposer, 3, prefix_caching=True)
         core = llm.engine

@@ -17,6 +17,7 @@ import pytest
 import torch
 from oracles.drafters import Script, ScriptedProposer, Texts, inject, mixture, perfect, too_many, wrong, wrong_from
 from oracles.speculation import (
+    CACHED,
     FEW,
     LEAN,
     WAYS,
@@ -24,6 +25,7 @@ from oracles.speculation import (
     Job,
     letter,
     load,
+    pairs,
     run,
     tiny_jobs,
     tokens,
@@ -209,7 +211,7 @@ class TestEnds:
     def test_by_a_stop_string_right_before_another_end(self, text: list[int], folders: Folders) -> None:
         """In the same run: the stop string comes first, so it is the reason."""
         for later in (1, 2):
-            for length in self.LENGTHS[1:]:
+            for length in self.LENGTHS[later::2]:
                 stop = {"stop": letter(text[length - 1]), "ignore_eos": True}
                 others = [{"max_tokens": length + later}, {"stop_token_ids": [text[length - 1 + later]]}]
                 for other in others:
@@ -246,14 +248,13 @@ def edge_jobs(limit: int, k: int) -> list[Job]:
     ]
 
 
-@pytest.mark.parametrize("k", [1, 4])
-@pytest.mark.parametrize("proposer", list(WAYS))
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("k", [pytest.param(1, marks=pytest.mark.long), 4])
+@pytest.mark.parametrize(("name", "proposer"), pairs(list(WAYS)))
 def test_prompts_of_every_length_up_to_the_limit(name: str, proposer: str, k: int, folders: Folders) -> None:
     """max_model_len - k - 1 .. max_model_len - 1 and the edges of blocks and chunks, until the context is full."""
     way, limit = WAYS[proposer], 53
     options = {"max_model_len": limit, "max_num_batched_tokens": 16, "num_blocks": 40}
-    jobs = edge_jobs(limit, k)[k % 2 :: 2]
+    jobs = edge_jobs(limit, k)[:: 1 if k == 1 else 2]
     expected = folders.plain(name, jobs, **options)
     llm = load(folders.target(name, way.modules), folders.spec(way, name, k), **options)
     watch(llm)
@@ -281,8 +282,7 @@ def test_scripted_drafts_up_to_the_limit(script: Script, k: int, folders: Folder
         llm.generate([tokens(limit, 1)], SamplingParams(), progress=False)
 
 
-@pytest.mark.parametrize("proposer", ["mtp", "mtp3", "eagle3", "dflash", "draft"])
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize(("name", "proposer"), pairs(CACHED))
 def test_every_request_may_choose_its_number_of_drafts(name: str, proposer: str, folders: Folders) -> None:
     """0 to k in one batch, in either order; each gets what it asked for, and its text."""
     way = WAYS[proposer]
@@ -371,7 +371,7 @@ class Crowd:
 @pytest.mark.parametrize(
     ("name", "proposer", "steps"),
     [
-        ("m3", "mtp", 300),
+        ("m3", "mtp", 160),
         pytest.param("m3", "mtp", 2500, marks=pytest.mark.long),
         pytest.param("dsa", "ngram", 2500, marks=pytest.mark.long),
     ],
@@ -388,12 +388,12 @@ def test_thousands_of_steps_lose_no_block(name: str, proposer: str, steps: int, 
         crowd.step()
     crowd.finish()
     stats = llm.engine.scheduler.stats
-    assert stats.preemptions > 5
-    assert stats.prefix_hit_tokens > 200
-    assert crowd.aborted_with_drafts > 3
-    assert stats.speculation.accepted > 50
+    assert stats.preemptions > steps / 100
+    assert stats.prefix_hit_tokens > steps / 2
+    assert crowd.aborted_with_drafts > steps / 100
+    assert stats.speculation.accepted > steps / 5
     assert {request.finish_reason for request in crowd.requests} == set(FinishReason)
-    some = crowd.requests[:: max(1, len(crowd.requests) // 12)]
+    some = crowd.requests[:: max(1, len(crowd.requests) // 6)]
     plain = load(folders.target(name))
     for request in some:
         start = request.num_prompt_tokens
@@ -424,12 +424,12 @@ class TestSensitivity:
     @pytest.fixture(scope="class")
     def prompts(self) -> list[str]:
         lines = (locate("demo").parent / "prompts.jsonl").read_text().splitlines()
-        return [json.loads(line)["prompt"] for line in lines[:40:7]]
+        return [json.loads(line)["prompt"] for line in lines[:40:10]]
 
     def run(self, name: str, prompts: list[str], flaw: Callable | None = None) -> tuple[list, SpeculationStats]:
         """Texts and counters, with a flaw planted."""
         llm = LLM(model=name, spec=f"mtp:{self.K}", dtype="float32", prefix_caching=False)
-        ids = [llm.tokenizer.encode(prompt)[:90] for prompt in prompts]
+        ids = [llm.tokenizer.encode(prompt)[:110] for prompt in prompts]
         if flaw is not None:
             flaw(llm.engine.runner.proposer.head)
         params = SamplingParams(temperature=0.0, max_tokens=36, ignore_eos=True, logprobs=1)
@@ -463,11 +463,12 @@ class TestSensitivity:
             ids = request.tokens(request.start, request.start + count)
             return ids + [ids[-1]] * (count - len(ids))
 
-        most = {shifted_states: 1.6, no_recycling: 2.1, no_positions: right.acceptance_length - 0.15}
+        less = right.acceptance_length - 0.15
+        most = {shifted_states: 1.6, no_recycling: less, no_positions: less}
         for flaw, limit in most.items():
             found, stats = self.run(name, prompts, flaw)
             assert found == texts
-            assert stats.acceptance_length < limit, flaw.__name__
+            assert stats.acceptance_length < limit, f"{flaw.__name__}: {stats.acceptance_length}, right {right}"
         monkeypatch.setattr(hidden_state, "_shifted_ids", unshifted)
         found, stats = self.run(name, prompts)
         assert found == texts
@@ -478,7 +479,7 @@ class TestSensitivity:
         lengths, texts = {}, []
         for sampling in ("coupled", "independent"):
             llm = LLM(model="demo", spec="mtp:2", dtype="float32", draft_sampling=sampling, prefix_caching=False)
-            params = [SamplingParams(temperature=1.0, seed=i, max_tokens=36, ignore_eos=True) for i in range(6)]
+            params = [SamplingParams(temperature=1.0, seed=i, max_tokens=36, ignore_eos=True) for i in range(4)]
             outs = llm.generate([prompt[:200] for prompt in prompts], params, progress=False)
             texts.append([out.outputs[0].token_ids for out in outs])
             lengths[sampling] = llm.engine.scheduler.stats.speculation.acceptance_length

@@ -93,14 +93,14 @@ def alone(folders: Folders) -> Callable[[str], list[list[Result]]]:
     """What each job gives without speculation."""
 
     def results(name: str) -> list[list[Result]]:
-        return folders.plain(name, tiny_jobs(), max_num_seqs=3).results
+        return folders.plain(name, tiny_jobs(), max_num_seqs=8).results
 
     return cache(results)
 
 
 def some_jobs(point: Point) -> slice:
-    """Every third job, fewer where steps are small and many; all have their turn."""
-    stride = {1: 10, 4: 5}.get(point.chunk, 3)
+    """Every fourth job, fewer where steps are small and many; all have their turn."""
+    stride = {1: 10, 4: 6}.get(point.chunk, 4)
     return slice(SAMPLE.index(point) % stride, None, stride)
 
 

@@ -7,11 +7,13 @@ agree with the tokens that came out. Its results are compared with those of an e
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
@@ -53,6 +55,17 @@ WAYS: dict[str, Way] = {
     "draft": Way("draft:{folder}:{k}", draft_model={"m3": "m3_flat", "dsa": "m3_mixed"}),
     "ngram": Way("ngram:{k}"),
 }
+
+
+# Proposers with caches of their own; not every one with every target, to save time. The other pairs are marked long.
+CACHED = ["mtp", "mtp3", "eagle3", "dflash", "draft"]
+USUAL = {("m3", "mtp"), ("dsa", "mtp"), ("dsa", "mtp3"), ("m3", "eagle3"), ("dsa", "dflash"), ("m3", "draft")}
+
+
+def pairs(proposers: list[str]) -> list[Any]:
+    """(target, proposer) as parameters of a test."""
+    every = itertools.product(["m3", "dsa"], proposers)
+    return [pytest.param(*pair, marks=() if pair in USUAL else pytest.mark.long) for pair in every]
 
 
 class Folders:
@@ -297,7 +310,7 @@ def tiny_jobs() -> list[Job]:
         for settings in features().values():
             number = len(out)
             prompt = tokens(lengths[number % 7], number)
-            if number % 4 > 1:
+            if number % 5 > 1:
                 prompt = shared[: 8 + 5 * (number % 8)] + tokens(number % 3, number)
             common = {"temperature": temperature, "seed": 100 + number, "max_tokens": 15 + number % 11, "logprobs": 3}
             lean = {"logit_bias": LEAN}
