@@ -37,7 +37,7 @@ from skipstone.core.request import FinishReason, Request
 from skipstone.core.speculation import SpeculationStats
 from skipstone.errors import RequestError
 from skipstone.models.base import DraftOutput
-from skipstone.models.locate import locate
+from skipstone.models.locate import shipped_prompts
 from skipstone.spec import hidden_state
 from skipstone.spec.proposer import DraftRequest
 
@@ -423,7 +423,7 @@ class TestSensitivity:
 
     @pytest.fixture(scope="class")
     def prompts(self) -> list[str]:
-        lines = (locate("demo").parent / "prompts.jsonl").read_text().splitlines()
+        lines = shipped_prompts().read_text().splitlines()
         return [json.loads(line)["prompt"] for line in lines[:40:10]]
 
     def run(self, name: str, prompts: list[str], flaw: Callable | None = None) -> tuple[list, SpeculationStats]:

@@ -11,6 +11,7 @@ once runs always; all of it with
 from __future__ import annotations
 
 import itertools
+import json
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -22,7 +23,9 @@ from oracles.speculation import (
     TEMPERATURES,
     WAYS,
     Folders,
+    Job,
     Result,
+    Run,
     features,
     load,
     run,
@@ -30,7 +33,8 @@ from oracles.speculation import (
     watch,
 )
 
-from skipstone import LLM
+from skipstone import LLM, SamplingParams
+from skipstone.models.locate import heads_beside, locate, shipped_prompts
 
 # Those of the sample; the others differ in their files only.
 SAMPLED = ["mtp", "mtp3", "eagle3", "dflash", "draft", "ngram"]
@@ -168,3 +172,47 @@ def test_every_point_of_the_grid(target: str, proposer: str, folders: Folders, a
     for point in WHOLE_GRID:
         if (point.target, point.proposer) == (target, proposer) and point not in SAMPLE:
             assert_it_happened(point, check_point(point, slice(None), folders, alone))
+
+
+def demo_jobs(llm: LLM) -> list[Job]:
+    """Held-out prompts with settings that people use."""
+    lines = shipped_prompts().read_text().splitlines()[:200:29]
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.95}, {"temperature": 0.0, "repetition_penalty": 1.1},
+        {"temperature": 1.0, "min_p": 0.05, "stop": ["\n\n", ". "]}, {"temperature": 0.0, "stop": "\n"},
+        {"temperature": 0.6, "top_k": 20, "min_tokens": 8}, {"temperature": 0.0, "logit_bias": {10: 3.0}},
+    ]  # fmt: skip
+    return [
+        (
+            llm.tokenizer.encode(json.loads(line)["prompt"])[:150],
+            SamplingParams(**kind, seed=i, max_tokens=32, logprobs=3),
+        )
+        for i, (line, kind) in enumerate(zip(lines, kinds, strict=True))
+    ]
+
+
+@pytest.fixture(scope="module")
+def demo_alone() -> Callable[[str], Run]:
+    """The jobs without speculation."""
+
+    def results(name: str) -> Run:
+        llm = LLM(model=name, spec="off", dtype="float32", prefix_caching=False)
+        return run(llm, demo_jobs(llm))
+
+    return cache(results)
+
+
+@pytest.mark.parametrize(
+    ("name", "spec", "length"),
+    [
+        ("demo", "mtp:3", 1.7), ("demo", "eagle3:{eagle3}:4", 1.7), ("demo", "dflash:{dflash}:7", 1.4),
+        ("demo", "ngram:4", 1.05), ("demo-dsa", "mtp:1", 1.4), ("demo-dsa", "mtp:5", 1.7),
+    ],
+)  # fmt: skip
+def test_trained_drafters_change_nothing_either(name: str, spec: str, length: float, demo_alone: Callable) -> None:
+    """With default sizes, or chunks and the prefix cache; acceptance is far from none."""
+    heads = {method: str(folder) for method, folder in heads_beside(locate(name)).items()}
+    llm = LLM(model=name, spec=spec.format(**heads), dtype="float32", max_num_batched_tokens=48)
+    found = run(llm, demo_jobs(llm))
+    assert found.results == demo_alone(name).results
+    assert llm.engine.scheduler.stats.speculation.acceptance_length > length
