@@ -214,6 +214,28 @@ def test_bad_options(model: Path, capsys: pytest.CaptureFixture[str], arguments:
     assert all(word in err for word in words), err
 
 
+def test_a_line_of_the_file_may_set_how_it_is_sampled(model: Path, tmp_path: Path) -> None:
+    line = {"prompt_token_ids": [5, 6, 7, 8], "repetition_penalty": 1.3, "max_tokens": 9, "n": 3, "temperature": 0.1}
+    (tmp_path / "lines.jsonl").write_text(json.dumps(line | {"ignore_eos": True}))
+    report = checked(model, tmp_path / "lines.jsonl", "mtp")
+    assert report.equal and report.reference_rows == 2 * 9
+
+
+DEMO = Path(__file__).resolve().parent.parent / "checkpoints" / "demo"
+# Measured with this test; AL = 1 + their sum.
+DEMO_RATES = [0.676, 0.474, 0.316]
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not any(DEMO.glob("*.safetensors")), reason="the demo checkpoint's weights are not here")
+def test_acceptance_of_the_demo_stays_what_it_is() -> None:
+    report = check(make_config(model="demo"), [3], "mtp", [0.0, 1.0], None, 6, 40)
+    assert report.equal
+    rates = report.cells[0].acceptance_rates
+    assert 1 + sum(DEMO_RATES) > 1.3
+    assert rates == pytest.approx(DEMO_RATES, abs=0.02)
+
+
 def test_the_shipped_prompts_are_spread() -> None:
     kinds = [prompt.request_id.split("-")[0] for prompt in choose_prompts(None, 12)]
     assert kinds == ["code"] * 3 + ["prose"] * 3 + ["table"] * 3 + ["dialogue"] * 3

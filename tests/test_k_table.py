@@ -119,3 +119,12 @@ def test_auto_without_a_table(model: Path) -> None:
 def test_a_table_of_zeros_is_no_speculation(model: Path, tmp_path: Path) -> None:
     with LLM(str(model), k_table=written(tmp_path, [[1, 9, 0]])) as llm:
         assert llm.engine.speculation.proposer is None
+
+
+@pytest.mark.parametrize("spec", ["mtp:2", "ngram:2"])
+def test_requests_without_drafts_cost_nothing(model: Path, monkeypatch: pytest.MonkeyPatch, spec: str) -> None:
+    with LLM(str(model), spec=spec) as llm:
+        proposer = llm.engine.speculation.proposer
+        monkeypatch.setattr(type(proposer), "propose", lambda *_: pytest.fail("the proposer ran"))
+        verified(llm, 3, num_speculative_tokens=0)
+        assert llm.engine.stats.rows == 3 * 3 + 3 * 11  # prompts, then a row for each further token

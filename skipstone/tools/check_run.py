@@ -7,14 +7,13 @@ from collections.abc import Sequence
 import msgspec
 
 from skipstone.config import EngineConfig
-from skipstone.core.request import SamplingParams
 from skipstone.errors import ConfigError, SkipstoneError, UnsupportedError
 from skipstone.models.loader import read_model_info
 from skipstone.models.locate import locate
 from skipstone.serve.text import Tokenizer
 from skipstone.tools.compare import Comparer, Comparison, Difference, Reference
 from skipstone.tools.progress import Progress
-from skipstone.tools.workload import Job, choose_prompts, label, proposer_specs, run_jobs, with_spec
+from skipstone.tools.workload import Job, choose_prompts, job, label, proposer_specs, run_jobs, with_spec
 
 SEED = 1234
 
@@ -84,7 +83,7 @@ def check(
     specs = proposer_specs(read_model_info(folder), proposers)
     prompts = choose_prompts(file, num_prompts)
     jobs: list[Job] = [
-        (prompt, SamplingParams(temperature=temperature, seed=SEED + number, max_tokens=max_tokens))
+        job(prompt, temperature, SEED + number, max_tokens)
         for temperature in temperatures
         for number, prompt in enumerate(prompts)
     ]

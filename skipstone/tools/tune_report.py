@@ -53,7 +53,7 @@ def plot(report: TuneReport, target: str) -> str:
         top = best(own)
         panel.plot([top.k], [top.tokens_per_second], marker="*", markersize=16, color="black")
         panel.set(title=f"{batch} request{'s' if batch > 1 else ''}", xlabel="drafts per step, k")
-        panel.set_ylim(bottom=0)
+        panel.set_ylim(0, 1.1 * top.tokens_per_second)
     figure.axes[0].set_ylabel("tokens per second, predicted")
     figure.axes[0].legend()
     figure.savefig(Path(target), dpi=120, format="png")

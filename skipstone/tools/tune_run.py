@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import msgspec
 
 from skipstone.config import EngineConfig
-from skipstone.core.request import SamplingParams
 from skipstone.errors import ConfigError
 from skipstone.llm import LLM
 from skipstone.models.loader import read_model_info
@@ -18,7 +17,7 @@ from skipstone.tools.measure import cut_texts, measure_proposer, measure_steps, 
 from skipstone.tools.planner import OFF, Acceptance, Costs, Grid, Prediction, best, k_ranges, largest_k, predict
 from skipstone.tools.progress import Progress
 from skipstone.tools.tune import TuneOptions
-from skipstone.tools.workload import Job, choose_prompts, encode_jobs, label, proposer_specs, with_spec
+from skipstone.tools.workload import Job, choose_prompts, encode_jobs, job, label, proposer_specs, with_spec
 
 SEED = 99
 ROOM = 256  # tokens that measuring may add to a context
@@ -64,8 +63,8 @@ def tune(config: EngineConfig, options: TuneOptions) -> TuneReport:
         if proposer not in specs:
             raise ConfigError(f"--profile has rates of {proposer!r}, which is not measured; known: {', '.join(specs)}")
     config = _roomy(config, options)
-    params = SamplingParams(temperature=options.temperature, seed=SEED, max_tokens=options.max_tokens)
-    jobs: list[Job] = [(prompt, params) for prompt in choose_prompts(options.prompts, options.num_prompts)]
+    prompts = choose_prompts(options.prompts, options.num_prompts)
+    jobs = [job(prompt, options.temperature, SEED, options.max_tokens) for prompt in prompts]
     texts, context = _texts(config, jobs, options)
     cells = len(texts) * len(options.batches)
     with Progress("measuring", cells + len(specs) * (cells + 1)) as bar:

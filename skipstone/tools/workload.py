@@ -41,6 +41,12 @@ def choose_prompts(file: str | None, count: int) -> list[Prompt]:
     return [prompts[i * len(prompts) // count] for i in range(count)]
 
 
+def job(prompt: Prompt, temperature: float, seed: int, max_tokens: int) -> Job:
+    """A prompt with its parameters: what its line says of sampling holds, but for the temperature and n."""
+    own = {name: value for name, value in prompt.overrides.items() if name not in ("temperature", "n")}
+    return prompt, SamplingParams(**{"seed": seed, "max_tokens": max_tokens} | own, temperature=temperature)
+
+
 def proposer_specs(info: ModelInfo, names: str | None) -> list[str]:
     """Values of `spec` without a number of drafts: the ones named, or every one that the model's files allow.
 
