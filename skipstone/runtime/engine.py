@@ -49,7 +49,7 @@ class Engine:
             # The positions that a request computes again behind a shared beginning must lie in its own last block.
             raise ConfigError(
                 f"block_size={self.caches.block_size} and the {proposer.needs.next_tokens} MTP modules of "
-                f"spec={config.spec} cannot be combined with prefix_caching; raise block_size or switch prefix_caching off"
+                f"spec={config.spec} cannot be combined with prefix_caching; raise it or pass --no-prefix-caching"
             )
         sizes = (self.caches.num_blocks, self.caches.block_size)
         self.runner = ModelRunner(self.model, *sizes, self.dtype, config.exact, self.speculation, observer)
