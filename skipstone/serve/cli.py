@@ -23,6 +23,7 @@ COMMANDS = Registry(
     {
         "generate": "serve.cli_generate:COMMAND",
         "chat": "serve.cli_chat:COMMAND",
+        "serve": "serve.cli_serve:COMMAND",
         "check": "tools.check:COMMAND",
         "tune": "tools.tune:COMMAND",
         "trace": "tools.trace:COMMAND",

@@ -31,11 +31,13 @@ def open_model(settings: Settings, quiet: bool, observer: Observer | None = None
     from skipstone.llm import LLM  # torch takes seconds to import; errors in options and prompts come before
 
     llm = LLM(config=config, observer=observer)
+    samples = "temperature" in settings.values  # a verb without sampling options leaves them to its clients
     try:
         settings = settings.with_checkpoint(llm.default_params)
         if not quiet:
             show_card(llm.card, f"skipstone: {config.model}")
-            note(sampling_line(settings))
+            if samples:
+                note(sampling_line(settings))
         yield llm, settings
     finally:
         llm.close()

@@ -19,10 +19,11 @@ import msgspec
 from skipstone.config import VARIABLE_PREFIX, EngineConfig, Option, make_config, options_of, unknown_option
 from skipstone.core.request import SamplingParams
 from skipstone.errors import ConfigError
+from skipstone.serve.server_config import SECRETS, ServerConfig
 
 # Every struct whose options may stand in a shared variable or file, whichever command reads it.
-OPTION_STRUCTS: tuple[type[msgspec.Struct], ...] = (EngineConfig, SamplingParams)
-TITLES = {EngineConfig: "engine options", SamplingParams: "sampling options"}
+OPTION_STRUCTS: tuple[type[msgspec.Struct], ...] = (ServerConfig, EngineConfig, SamplingParams)
+TITLES = {ServerConfig: "server options", EngineConfig: "engine options", SamplingParams: "sampling options"}
 
 # Other programs' names for a flag.
 ALIASES = {"spec": ("--speculative-config",)}
@@ -102,6 +103,8 @@ class Settings:
         for name, value in self.values.items():
             if value is msgspec.NODEFAULT:
                 lines.append(f"# {name}: not given")
+            elif name in SECRETS and value:
+                lines.append(f"# {name}: given, not shown".ljust(40) + f" # {self.sources[name]}")
             else:
                 lines.append(f"{name}: {json.dumps(value, ensure_ascii=False)}".ljust(40) + f" # {self.sources[name]}")
         return "\n".join(lines)

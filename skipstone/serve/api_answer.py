@@ -1,0 +1,121 @@
+"""Runs a job for a client: at once or as a stream of events, given up when the client leaves or time is over."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from skipstone.errors import SkipstoneError
+from skipstone.serve.api_errors import ApiError, ClientLeft, from_engine, timed_out
+from skipstone.serve.api_jobs import API_NAMES
+from skipstone.serve.api_writers import Writer
+from skipstone.serve.generation import Delta, Generation, Job, Timing
+from skipstone.serve.service import Service
+
+JSON = (b"content-type", b"application/json")
+EVENTS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # proxies shall pass events on at once
+]
+DONE = b"data: [DONE]\n\n"
+
+
+class Answer:
+    """An ASGI application that answers one request. Errors before the first byte are raised, later ones are events."""
+
+    def __init__(self, service: Service, job: Job, writer: Callable[[Timing], Writer], closing: bool) -> None:
+        """`closing`: whether a stream ends with the token counts."""
+        self._service = service
+        self._job = job
+        self._make_writer = writer
+        self._closing = closing
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Do the work."""
+        generation = self._service.engine.submit(self._job)
+        writer = self._make_writer(generation.timing)
+        try:
+            with _watched(generation, receive, self._service.config.request_timeout):
+                if self._job.stream:
+                    await self._stream(generation, writer, send)
+                else:
+                    await self._whole(generation, writer, send)
+        except ClientLeft:
+            scope["log"]["finish"] = "client left"
+        finally:
+            generation.close()
+            _note(scope["log"], writer)
+
+    async def _whole(self, generation: Generation, writer: Writer, send: Send) -> None:
+        deltas: list[Delta] = []
+        async for ready in _translated(generation):
+            deltas += ready
+        body = msgspec.json.encode(writer.whole(deltas))
+        headers = [JSON, (b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    async def _stream(self, generation: Generation, writer: Writer, send: Send) -> None:
+        begun = False
+        try:
+            async for ready in _translated(generation):
+                events = b"".join([_event(writer.event(delta)) for delta in ready])
+                if not begun:
+                    await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
+                    begun = True
+                await send({"type": "http.response.body", "body": events, "more_body": True})
+        except ApiError as error:
+            if not begun:
+                raise
+            await send({"type": "http.response.body", "body": b"data: " + error.encode() + b"\n\n"})
+            return
+        end = (_event(writer.closing()) if self._closing else b"") + DONE
+        await send({"type": "http.response.body", "body": end})
+
+
+def _event(struct: msgspec.Struct) -> bytes:
+    return b"data: " + msgspec.json.encode(struct) + b"\n\n"
+
+
+async def _translated(generation: Generation) -> AsyncIterator[list[Delta]]:
+    """The generation's deltas, with the engine's errors as the API words them."""
+    try:
+        async for ready in generation:
+            yield ready
+    except SkipstoneError as error:
+        raise from_engine(error, API_NAMES) from None
+
+
+@contextlib.contextmanager
+def _watched(generation: Generation, receive: Receive, timeout: float | None) -> Any:
+    """Fail the generation when the client leaves or time is over."""
+    watch = asyncio.create_task(_wait_for_leave(generation, receive))
+    timer = None
+    if timeout is not None:
+        timer = generation.loop.call_later(timeout, lambda: generation.fail(timed_out(timeout)))
+    try:
+        yield
+    finally:
+        watch.cancel()
+        if timer is not None:
+            timer.cancel()
+
+
+async def _wait_for_leave(generation: Generation, receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    generation.fail(ClientLeft())
+
+
+def _note(log: dict[str, Any], writer: Writer) -> None:
+    """For the line in the log."""
+    totals = writer.totals
+    log["prompt_tokens"], log["completion_tokens"] = totals.prompt_tokens, totals.completion_tokens
+    if totals.finish_reasons:
+        log.setdefault("finish", "+".join(sorted(set(totals.finish_reasons))))

@@ -1,0 +1,102 @@
+"""Errors as the OpenAI API words them: {"error": {message, type, param, code}}."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import msgspec
+
+from skipstone.errors import SkipstoneError
+
+INVALID = "invalid_request_error"
+# How a message of the engine begins when it is about one parameter.
+_PARAMETER = re.compile(r"([a-z_]+)(?:=|\[| contains )")
+
+
+class ErrorBody(msgspec.Struct):
+    """What went wrong; `param` is the field's path, `code` a word that programs can compare."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorResponse(msgspec.Struct):
+    """Every answer that is not a success."""
+
+    error: ErrorBody
+
+
+class ApiError(Exception):
+    """An answer that is not a success."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = INVALID,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.body = ErrorBody(message, type, param, code)
+        self.headers = dict(headers or {})
+
+    def encode(self) -> bytes:
+        """The answer's body."""
+        return msgspec.json.encode(ErrorResponse(self.body))
+
+
+class ClientLeft(Exception):  # noqa: N818 (nobody is there to be told)
+    """The client closed the connection; what it asked for has been aborted."""
+
+
+def bad_request(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
+    """The error for a request whose sender must change it."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def from_engine(error: SkipstoneError, names: Mapping[str, str]) -> ApiError:
+    """A request that the engine refuses; `names`: what the API calls the engine's parameters."""
+    text = str(error)
+    match = _PARAMETER.match(text)
+    if match is None or match[1] not in names:
+        return bad_request(text)
+    name = names[match[1]]
+    return bad_request(name + text[len(match[1]) :], param=name)
+
+
+def timed_out(seconds: float) -> ApiError:
+    """A request that took longer than the server allows."""
+    return ApiError(
+        408,
+        f"the request took longer than {seconds:g} seconds and was given up",
+        type="timeout",
+        code="request_timeout",
+    )
+
+
+def busy(message: str, wait_s: float) -> ApiError:
+    """Too much is waiting already."""
+    headers = {"Retry-After": str(max(1, min(60, round(wait_s))))}
+    return ApiError(429, message, type="rate_limit_error", code="queue_full", headers=headers)
+
+
+def unavailable(message: str, code: str) -> ApiError:
+    """The server is starting, ending or broken."""
+    return ApiError(503, message, type="server_error", code=code, headers={"Retry-After": "5"})
+
+
+def engine_failed(request_id: str) -> ApiError:
+    """A fault of ours; the log has the rest."""
+    return ApiError(
+        500,
+        f"the server failed on this request; its log has more under {request_id}",
+        type="server_error",
+        code="engine_error",
+    )

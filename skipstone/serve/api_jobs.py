@@ -1,0 +1,173 @@
+"""From a request struct to a job for the engine: sampling parameters, limits, speculation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from skipstone.core.request import SamplingParams
+from skipstone.errors import SkipstoneError
+from skipstone.serve.api_errors import ApiError, bad_request, from_engine
+from skipstone.serve.api_requests import ChatRequest, CompletionRequest, Content, Sampling
+from skipstone.serve.generation import Job
+from skipstone.serve.service import Service
+
+COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
+SAME_NAME = (
+    *("temperature", "top_p", "top_k", "min_p", "n", "stop", "stop_token_ids", "include_stop_str_in_output", "seed"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "ignore_eos", "skip_special_tokens"),
+)
+API_NAMES = {name: name for name in SamplingParams.__struct_fields__} | {"num_speculative_tokens": "speculation.k"}
+
+
+async def completion_job(service: Service, body: CompletionRequest, request_id: str) -> Job:
+    """The job of a /v1/completions body. Raises ApiError."""
+    prompts = await _read_prompts(service, body.prompt)
+    wanted = {"logprobs": body.logprobs}
+    if body.echo and body.logprobs is not None:
+        wanted["prompt_logprobs"] = body.logprobs
+    room = service.max_model_len - max(map(len, prompts))
+    return await _job(service, body, request_id, prompts, body.max_tokens, min(COMPLETION_TOKENS, room), wanted)
+
+
+async def chat_job(service: Service, body: ChatRequest, request_id: str) -> Job:
+    """The job of a /v1/chat/completions body. Raises ApiError."""
+    if body.top_logprobs is not None and not body.logprobs:
+        raise bad_request("top_logprobs needs logprobs=true", "top_logprobs")
+    limits = {limit for limit in (body.max_tokens, body.max_completion_tokens) if limit is not None}
+    if len(limits) == 2:
+        raise bad_request("max_tokens and max_completion_tokens differ; send one of them", "max_completion_tokens")
+    try:
+        prompt = await service.encode_chat(body.messages, body.add_generation_prompt is not False)
+    except SkipstoneError as error:
+        code = "missing_chat_template" if "has no chat template" in str(error) else "invalid_value"
+        raise bad_request(_without_paths(error, service), "messages", code) from None
+    wanted = {"logprobs": (body.top_logprobs or 0) if body.logprobs else None}
+    return await _job(service, body, request_id, [prompt], limits.pop() if limits else None, None, wanted)
+
+
+async def _job(
+    service: Service,
+    body: Sampling,
+    request_id: str,
+    prompts: list[list[int]],
+    max_tokens: int | None,
+    default_max_tokens: int | None,
+    wanted: dict[str, int | None],
+) -> Job:
+    service.check_model(body.model)
+    if body.stream_options is not None and not body.stream:
+        raise bad_request("stream_options needs stream=true", "stream_options")
+    params = _params(service, body, wanted | {"max_tokens": default_max_tokens if max_tokens is None else max_tokens})
+    _check_lengths(service, prompts, max_tokens, "messages" if isinstance(body, ChatRequest) else "prompt")
+    job = Job(
+        request_id=request_id,
+        prompts=prompts,
+        params=params,
+        prediction=await _prediction(service, body),
+        stream=bool(body.stream),
+        origins=bool(body.return_token_origins),
+    )
+    if job.num_choices > service.engine.capacity:
+        raise bad_request(f"{job.num_choices} texts are more than the {service.engine.capacity} that may be under way")
+    return job
+
+
+def _params(service: Service, body: Sampling, wanted: dict[str, int | None]) -> SamplingParams:
+    values: dict[str, Any] = dict(service.llm.default_params)
+    values |= {name: value for name in SAME_NAME if (value := getattr(body, name)) is not None}
+    values |= wanted
+    if body.logit_bias is not None:
+        values["logit_bias"] = {_token_id(text): bias for text, bias in body.logit_bias.items()}
+    values["num_speculative_tokens"] = _drafts(service, body)
+    params = SamplingParams(**values)
+    try:
+        params.validate(service.llm.engine.vocab_size)
+    except SkipstoneError as error:
+        raise from_engine(error, API_NAMES) from None
+    if params.stop_strings and service.llm.tokenizer is None:
+        raise bad_request("stop needs a tokenizer.json, which this model has not; use stop_token_ids", "stop")
+    return params
+
+
+def _token_id(text: str) -> int:
+    if not text.isascii() or not text.isdigit():
+        raise bad_request(f'logit_bias has the key {text!r:.40}; keys are token ids, such as "17"', "logit_bias")
+    return int(text[:20])
+
+
+def _drafts(service: Service, body: Sampling) -> int | None:
+    """Drafts per step that the request asks for; None: the server's usual."""
+    asked = body.speculation
+    if asked is None:
+        return None
+    if asked.proposer is not None and asked.proposer != service.proposer:
+        raise bad_request(
+            f"speculation.proposer={asked.proposer!r:.60} is not this server's, which is {service.proposer!r}; leave "
+            "it out, or start a server with it",
+            "speculation.proposer",
+        )
+    most = service.llm.engine.speculation.k
+    if asked.k is not None and asked.k > most:
+        raise bad_request(
+            f"speculation.k={asked.k} is more than this server's {most} (proposer {service.proposer!r}); start it with "
+            "a larger k in --spec",
+            "speculation.k",
+        )
+    return asked.k
+
+
+async def _prediction(service: Service, body: Sampling) -> list[int]:
+    """Token ids of the predicted answer."""
+    if body.prediction is None:
+        return []
+    if service.proposer != "ngram":
+        raise bad_request(
+            f"prediction needs the proposer 'ngram', and this server's is {service.proposer!r}; leave prediction "
+            "out, or start the server with --spec ngram:4",
+            "prediction",
+            "unsupported_parameter",
+        )
+    return await service.encode(_text(body.prediction.content), add_special_tokens=False)
+
+
+def _text(content: Content) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+async def _read_prompts(service: Service, prompt: str | list[Any]) -> list[list[int]]:
+    """Token ids of every prompt: text, ids, or a list of either."""
+    items: list[Any] = [prompt] if isinstance(prompt, str) or _all(prompt, int) else list(prompt)
+    if not items or not (_all(items, str) or _all(items, list)):
+        raise bad_request("prompt must be a text, a list of token ids, or a list of either, and not empty", "prompt")
+    try:
+        prompts = [item if isinstance(item, list) else await service.encode(item) for item in items]
+    except SkipstoneError as error:
+        raise bad_request(str(error), "prompt") from None
+    highest = service.llm.engine.vocab_size - 1
+    for token_ids in prompts:
+        if not token_ids:
+            raise bad_request("the prompt is empty; it needs at least one token", "prompt")
+        if max(token_ids) > highest:
+            raise bad_request(f"prompt has the token id {max(token_ids)}, but ids go from 0 to {highest}", "prompt")
+    return prompts
+
+
+def _all(items: list[Any], kind: type) -> bool:
+    return bool(items) and all(isinstance(item, kind) for item in items)
+
+
+def _check_lengths(service: Service, prompts: list[list[int]], max_tokens: int | None, param: str) -> None:
+    """Raise ApiError when a prompt, or a prompt with what is asked for, is longer than the context."""
+    limit, longest = service.max_model_len, max(map(len, prompts))
+    if longest + (max_tokens or 1) <= limit:
+        return
+    asked = f" and {max_tokens} more are asked for" if max_tokens else ""
+    room = limit - longest
+    advice = f"max_tokens may be at most {room}" if room > 0 else "shorten it"
+    message = f"the prompt has {longest} tokens{asked}, but the context holds {limit}; {advice}"
+    raise ApiError(400, message, param=param, code="context_length_exceeded")
+
+
+def _without_paths(error: SkipstoneError, service: Service) -> str:
+    """The message without where the model lies on the server's disk."""
+    return str(error).replace(str(service.llm.folder), service.name)

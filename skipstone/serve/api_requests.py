@@ -1,0 +1,158 @@
+"""Request bodies. Field names and meanings are OpenAI's, and vLLM's where OpenAI has none.
+
+The structs are the one definition: bodies are decoded by them, strictly, and /openapi.json is made from them. `None`
+means that the field was left out.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+MOST_CHOICES = 16
+MOST_STOPS = 4
+TokenId = Annotated[int, Meta(ge=0)]
+Stop = Annotated[str, Meta(min_length=1)]
+Content = str | list["TextPart"]
+
+
+class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A JSON object all of whose fields are known."""
+
+
+class StreamOptions(Body, kw_only=True):
+    """`include_usage`: an event with the token counts at the end of a stream."""
+
+    include_usage: bool | None = None
+
+
+class SpeculationOptions(Body, kw_only=True):
+    """Drafts per step, at most the server's; 0: none. `proposer`, if given, must be the server's."""
+
+    k: TokenId | None = None
+    proposer: str | None = None
+
+
+class TextPart(Body, kw_only=True):
+    """A piece of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(Body, kw_only=True):
+    """What the answer is expected to contain, as when most of a text stays as it is."""
+
+    type: Literal["content"]
+    content: Content
+
+
+class Message(Body, kw_only=True):
+    """One turn of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content
+    name: str | None = None
+
+
+class Sampling(Body, kw_only=True):
+    """What both kinds of completion take."""
+
+    model: str | None = None
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    n: Annotated[int, Meta(ge=1, le=MOST_CHOICES)] | None = None
+    stop: Stop | Annotated[list[Stop], Meta(max_length=MOST_STOPS)] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    include_stop_str_in_output: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
+    logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    min_tokens: TokenId | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    return_token_origins: bool | None = None
+    speculation: SpeculationOptions | None = None
+    prediction: Prediction | None = None
+    user: str | None = None
+
+
+class CompletionRequest(Sampling, kw_only=True):
+    """A prompt, or several, to go on with: text, token ids, or a list of either."""
+
+    prompt: str | list[str | TokenId | list[TokenId]]
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    echo: bool | None = None
+
+
+class ChatRequest(Sampling, kw_only=True):
+    """A conversation to answer."""
+
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    add_generation_prompt: bool | None = None
+
+
+class TokenizeRequest(Body, kw_only=True):
+    """Text, or a conversation, to be turned into token ids; exactly one of `prompt` and `messages`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Body, kw_only=True):
+    """Token ids to be turned into text."""
+
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+# What other servers take and this one does not: the values that ask for nothing, and what to do instead.
+UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "allowed_token_ids": ((), "use logit_bias"),
+    "audio": ((), "only text is served"),
+    "bad_words": (([],), "use logit_bias"),
+    "best_of": ((1,), "use n and choose on your side"),
+    "chat_template": ((), "the model's own template is used"),
+    "chat_template_kwargs": (({},), "the model's own template is used as it is"),
+    "continue_final_message": ((False,), "use /v1/completions with the text so far"),
+    "function_call": (("none", "auto"), "tools are not served"),
+    "functions": (([],), "tools are not served"),
+    "guided_choice": ((), "constrained output is not served"),
+    "guided_grammar": ((), "constrained output is not served"),
+    "guided_json": ((), "constrained output is not served"),
+    "guided_regex": ((), "constrained output is not served"),
+    "length_penalty": ((1, 1.0), "there is no beam search"),
+    "logprobs_mode": ((), "log-probabilities are the model's own"),
+    "lora_request": ((), "adapters are not served"),
+    "metadata": (({},), "nothing is stored"),
+    "modalities": ((["text"],), "only text is served"),
+    "parallel_tool_calls": ((True, False), "tools are not served"),
+    "priority": ((0,), "requests are served in the order of their arrival"),
+    "prompt_logprobs": ((), "use /v1/completions with echo and logprobs"),
+    "reasoning_effort": (("none",), "the models here do not reason apart from the answer"),
+    "response_format": (({"type": "text"},), "constrained output is not served"),
+    "service_tier": (("auto", "default"), "there is one tier"),
+    "store": ((False,), "nothing is stored"),
+    "structured_outputs": ((), "constrained output is not served"),
+    "suffix": (("",), "the models here only go on with a text"),
+    "tool_choice": (("none", "auto"), "tools are not served"),
+    "tools": (([],), "tools are not served"),
+    "use_beam_search": ((False,), "there is no beam search"),
+}

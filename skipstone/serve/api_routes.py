@@ -1,0 +1,223 @@
+"""The server's addresses: what each takes, does and gives back. /openapi.json is made from this table."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import NamedTuple
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from skipstone.errors import SkipstoneError
+from skipstone.serve.api_answer import Answer
+from skipstone.serve.api_chat import ChatWriter
+from skipstone.serve.api_completions import CompletionWriter
+from skipstone.serve.api_decode import read_body
+from skipstone.serve.api_errors import ApiError, bad_request
+from skipstone.serve.api_jobs import chat_job, completion_job
+from skipstone.serve.api_requests import (
+    Body,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Sampling,
+    TokenizeRequest,
+)
+from skipstone.serve.api_responses import (
+    ChatChunk,
+    ChatResponse,
+    CompletionResponse,
+    DetokenizeResponse,
+    Health,
+    ModelCard,
+    ModelList,
+    SpeculationCard,
+    TokenizeResponse,
+    Version,
+)
+from skipstone.serve.service import Service, program_version
+
+BODY_ERRORS = (400, 404, 413, 415)
+WORK_ERRORS = (*BODY_ERRORS, 408, 429, 500, 503)
+JSON = "application/json"
+
+
+class Endpoint(NamedTuple):
+    """One address. `response` None: the answer is no JSON; `events`: what a stream consists of."""
+
+    method: str
+    path: str
+    summary: str
+    handle: Callable[[Service, Request], Awaitable[ASGIApp]]
+    body: type[Body] | None = None
+    response: type[msgspec.Struct] | None = None
+    events: type[msgspec.Struct] | None = None
+    errors: tuple[int, ...] = ()
+    media: str = JSON
+    is_open: bool = False  # no key needed
+
+
+def _json(struct: msgspec.Struct, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(struct), status, media_type=JSON)
+
+
+async def complete(service: Service, request: Request) -> ASGIApp:
+    """Go on with prompts."""
+    body = await read_body(request, CompletionRequest, service.config.max_body_bytes)
+    service.check_open()
+    job = await completion_job(service, body, request.scope["request_id"])
+    _log_request(request, service, body, body.prompt)
+    return Answer(service, job, lambda timing: CompletionWriter(service, body, job, timing), _wants_usage(body))
+
+
+async def chat(service: Service, request: Request) -> ASGIApp:
+    """Answer a conversation."""
+    body = await read_body(request, ChatRequest, service.config.max_body_bytes)
+    service.check_open()
+    job = await chat_job(service, body, request.scope["request_id"])
+    _log_request(request, service, body, body.messages)
+    return Answer(service, job, lambda timing: ChatWriter(service, body, job, timing), _wants_usage(body))
+
+
+def _wants_usage(body: Sampling) -> bool:
+    return body.stream_options is not None and bool(body.stream_options.include_usage)
+
+
+def _log_request(request: Request, service: Service, body: Sampling, prompt: object) -> None:
+    if body.user is not None:
+        request.scope["log"]["user"] = body.user[:100]
+    if service.config.log_requests:
+        request.scope["log"]["prompt"] = msgspec.to_builtins(prompt)
+
+
+async def list_models(service: Service, request: Request) -> ASGIApp:
+    """The one model."""
+    return _json(ModelList(data=[_card(service)]))
+
+
+async def show_model(service: Service, request: Request) -> ASGIApp:
+    """The model of that name."""
+    service.check_model(request.path_params["model"])
+    return _json(_card(service))
+
+
+def _card(service: Service) -> ModelCard:
+    return ModelCard(
+        id=service.name,
+        created=service.created,
+        root=service.llm.folder.name,
+        max_model_len=service.max_model_len,
+        defaults=service.llm.default_params,
+        speculative=SpeculationCard(service.proposer, service.llm.engine.speculation.k),
+    )
+
+
+async def tokenize(service: Service, request: Request) -> ASGIApp:
+    """Text to token ids."""
+    body = await read_body(request, TokenizeRequest, service.config.max_body_bytes)
+    service.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise bad_request("give exactly one of prompt and messages", "prompt")
+    try:
+        if body.messages is not None:
+            token_ids = await service.encode_chat(body.messages, body.add_generation_prompt is not False)
+        else:
+            token_ids = await service.encode(body.prompt or "", body.add_special_tokens is not False)
+    except SkipstoneError as error:
+        raise bad_request(str(error), "messages" if body.messages else "prompt") from None
+    names = [service.token_text(token) for token in token_ids] if body.return_token_strs else None
+    return _json(
+        TokenizeResponse(count=len(token_ids), max_model_len=service.max_model_len, tokens=token_ids, token_strs=names)
+    )
+
+
+async def detokenize(service: Service, request: Request) -> ASGIApp:
+    """Token ids to text."""
+    body = await read_body(request, DetokenizeRequest, service.config.max_body_bytes)
+    service.check_model(body.model)
+    highest = service.llm.engine.vocab_size - 1
+    if max(body.tokens, default=0) > highest:
+        raise bad_request(f"tokens has the id {max(body.tokens)}, but ids go from 0 to {highest}", "tokens")
+    return _json(DetokenizeResponse(service.tokenizer.decode(body.tokens, skip_special_tokens=False)))
+
+
+async def health(service: Service, request: Request) -> ASGIApp:
+    """Whether the engine is alive; a server that is ending still is."""
+    return _state(service, service.engine.dead is not None)
+
+
+async def ready(service: Service, request: Request) -> ASGIApp:
+    """Whether new work is taken."""
+    return _state(service, service.engine.dead is not None or service.draining)
+
+
+def _state(service: Service, fails: bool) -> Response:
+    dead = service.engine.dead
+    state = Health(status="dead" if dead else "draining" if service.draining else "ready", detail=dead)
+    return _json(state, 503 if fails else 200)
+
+
+async def show_version(service: Service, request: Request) -> ASGIApp:
+    """The program's version."""
+    return _json(Version(program_version()))
+
+
+async def metrics(service: Service, request: Request) -> ASGIApp:
+    """Counters for Prometheus."""
+    return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+
+async def show_openapi(service: Service, request: Request) -> ASGIApp:
+    """This table."""
+    # The document's module reads the table below.
+    document: bytes = request.app.openapi
+    return Response(document, media_type=JSON)
+
+
+def unknown_address(method: str, path: str) -> ApiError:
+    """The error for an address that is not in the table."""
+    return ApiError(404, f"there is no {method} {path[:200]}; /openapi.json lists what there is", code="not_found")
+
+
+ENDPOINTS = (
+    Endpoint(
+        "POST",
+        "/v1/chat/completions",
+        "answer a conversation",
+        chat,
+        ChatRequest,
+        ChatResponse,
+        ChatChunk,
+        WORK_ERRORS,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/completions",
+        "go on with prompts",
+        complete,
+        CompletionRequest,
+        CompletionResponse,
+        CompletionResponse,
+        WORK_ERRORS,
+    ),
+    Endpoint("GET", "/v1/models", "the served model", list_models, response=ModelList),
+    Endpoint("GET", "/v1/models/{model}", "the served model", show_model, response=ModelCard, errors=(404,)),
+    Endpoint("POST", "/tokenize", "text to token ids", tokenize, TokenizeRequest, TokenizeResponse, errors=BODY_ERRORS),
+    Endpoint(
+        "POST",
+        "/detokenize",
+        "token ids to text",
+        detokenize,
+        DetokenizeRequest,
+        DetokenizeResponse,
+        errors=BODY_ERRORS,
+    ),
+    Endpoint("GET", "/health", "503 when the engine was given up", health, response=Health, is_open=True),
+    Endpoint("GET", "/ready", "503 when no new work is taken", ready, response=Health, is_open=True),
+    Endpoint("GET", "/version", "the program's version", show_version, response=Version),
+    Endpoint("GET", "/metrics", "counters for Prometheus", metrics, media="text/plain"),
+    Endpoint("GET", "/openapi.json", "this document", show_openapi, media=JSON),
+)

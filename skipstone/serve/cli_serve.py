@@ -1,0 +1,68 @@
+"""`skipstone serve`: a model behind an OpenAI-compatible HTTP server."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+
+from skipstone.config import EngineConfig
+from skipstone.errors import ConfigError
+from skipstone.serve.cli_model import open_model
+from skipstone.serve.cli_options import Command, Settings
+from skipstone.serve.cli_output import note
+from skipstone.serve.server_config import ServerConfig
+
+BACKLOG = 1024
+
+
+def run(args: argparse.Namespace, settings: Settings) -> int:
+    """Serve until a signal ends it. The port is taken before the model is loaded."""
+    config = ServerConfig(**{name: settings.values[name] for name in ServerConfig.__struct_fields__})
+    _check_secrets(config)
+    try:
+        from skipstone.serve.http_server import serve
+        from skipstone.serve.metrics import PhaseClock
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"serve needs the package {error.name}; pip install 'skipstone[serve]'") from None
+    listener = listen(config)
+    with listener:
+        clock = PhaseClock()
+        with open_model(settings, args.quiet, clock) as (llm, _):
+            return serve(llm, config, listener, clock, quiet=args.quiet)
+
+
+def listen(config: ServerConfig) -> socket.socket:
+    """A socket on the server's address. Raises ConfigError when it cannot be had."""
+    try:
+        found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, _, _, _, address = found[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise ConfigError(
+            f"host={config.host}, port={config.port} cannot be used: {error.strerror}; pass another --port or --host"
+        ) from None
+    return listener
+
+
+def _check_secrets(config: ServerConfig) -> None:
+    for key in config.api_keys:
+        if not key.strip() or not key.isascii() or key != key.strip():
+            raise ConfigError("api_key must be plain ASCII text without spaces at its ends, and not empty")
+    if config.host not in ("127.0.0.1", "localhost", "::1") and not config.api_keys:
+        note(f"warning: listening on {config.host} without an --api-key: whoever reaches it can use it")
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what is shown")
+    group.add_argument("-q", "--quiet", action="store_true", help="no start-up card")
+
+
+COMMAND = Command(
+    summary="an OpenAI-compatible HTTP server",
+    usage="MODEL [options]",
+    options={ServerConfig: None, EngineConfig: None},
+    run=run,
+    add_arguments=_add_arguments,
+)
