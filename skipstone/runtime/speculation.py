@@ -83,7 +83,11 @@ def make_speculation(config: EngineConfig, around: Surroundings) -> Speculation:
         sampling = "independent"
     chooser, verifier = DraftChooser(sampling, keep_laws=needs_laws), Verifier(verification, rates)
     if method == "off" or spec.k == 0:
-        return Speculation(None, 0, reason if method == "off" else "k = 0", chooser, verifier)
+        if rates is not None:
+            raise ConfigError(
+                f"spec={config.spec!r} makes no drafts, so simulate_acceptance has nothing to accept; leave one out"
+            )
+        return Speculation(None, 0, reason if method == "off" else "k = 0", DraftChooser("coupled"), Verifier())
     proposer: Proposer = PROPOSERS.load(method)(spec, around)
     most = proposer.needs.max_k
     usual = proposer.needs.default_k or DEFAULT_K[method]
