@@ -57,8 +57,8 @@ async def _job(
     service.check_model(body.model)
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options needs stream=true", "stream_options")
-    params = _params(service, body, wanted | {"max_tokens": default_max_tokens if max_tokens is None else max_tokens})
     _check_lengths(service, prompts, max_tokens, "messages" if isinstance(body, ChatRequest) else "prompt")
+    params = _params(service, body, wanted | {"max_tokens": default_max_tokens if max_tokens is None else max_tokens})
     job = Job(
         request_id=request_id,
         prompts=prompts,

@@ -51,9 +51,9 @@ def openapi(endpoints: Iterable[Endpoint], version: str, needs_key: bool) -> byt
 def _prompt_schema() -> dict[str, Any]:
     """A list holds one kind of item, which the decoder's types cannot say."""
     ids = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
-    texts = {"type": "array", "minItems": 1, "items": {"type": "string", "minLength": 1}}
+    texts = {"type": "array", "minItems": 1, "items": {"type": "string"}}
     lists = {"type": "array", "minItems": 1, "items": ids}
-    return {"anyOf": [{"type": "string", "minLength": 1}, texts, ids, lists]}
+    return {"anyOf": [{"type": "string"}, texts, ids, lists]}
 
 
 def _operation(endpoint: Endpoint, needs_key: bool) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
@@ -124,6 +124,7 @@ class ServerMetrics(Collector):
         self._ended = dict.fromkeys(("stop", "length", "abort"), 0)
         self._responses: dict[str, int] = {}
         self._latest: dict[str, float] = {}  # when a running choice last got tokens
+        disable_created_metrics()  # a second series for every histogram, which nothing reads
         self._registry = CollectorRegistry()
         self._histograms = {
             metric.name: Histogram(

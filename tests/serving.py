@@ -1,0 +1,78 @@
+"""A server in this process, on a free port, with its parts at hand."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import openai
+import uvicorn
+
+from skipstone import LLM
+from skipstone.serve.api import make_app
+from skipstone.serve.metrics import PhaseClock
+from skipstone.serve.server_config import ServerConfig
+from skipstone.serve.service import Service
+
+LONG = {"max_tokens": 3000, "extra_body": {"ignore_eos": True}}
+
+
+@dataclass
+class Serving:
+    """What tests talk to, and what they look into."""
+
+    url: str
+    service: Service
+
+    def client(self, **options: Any) -> openai.OpenAI:
+        return openai.OpenAI(base_url=self.url + "/v1", **{"api_key": "none", "max_retries": 0} | options)
+
+    def async_client(self, **options: Any) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=self.url + "/v1", **{"api_key": "none", "max_retries": 0} | options)
+
+    def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=60, **options)
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=60, **options)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is left and no block is owned."""
+        engine = self.service.llm.engine
+        return not engine.has_work and engine.pool.num_used == 0 and self.service.engine.num_choices == 0
+
+
+@contextmanager
+def serving(model: str = "demo", server: dict[str, Any] | None = None, **engine: Any) -> Iterator[Serving]:
+    clock = PhaseClock()
+    llm = LLM(model, observer=clock, **engine)
+    service = Service(llm, ServerConfig(**server or {}), clock)
+    listener = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(make_app(service), lifespan="off", log_config=None, access_log=False, ws="none")
+    http = uvicorn.Server(config)
+    thread = threading.Thread(target=lambda: asyncio.run(http.serve(sockets=[listener])))
+    service.engine.start()
+    thread.start()
+    try:
+        wait_for(lambda: http.started)
+        yield Serving(f"http://127.0.0.1:{listener.getsockname()[1]}", service)
+    finally:
+        http.should_exit = True
+        service.engine.stop()
+        thread.join()
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 30) -> None:
+    """Wait until it holds; fail when it does not come to hold."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.005)
