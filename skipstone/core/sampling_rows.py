@@ -47,12 +47,21 @@ def sampling_rows(rows: list[SampledRow]) -> SamplingRows:
 
 def _allowed(rows: list[SampledRow]) -> Tensor | None:
     """Masks of the rows' grammars. A row behind an illegal draft is never emitted, so it may choose anything."""
-    masks = [row.request.grammar.allowed(row.further) if row.request.grammar else None for row in rows]
+    masks = [_mask(row) if row.request.grammar is not None else None for row in rows]
     vocab_size = next((len(mask) for mask in masks if mask is not None), None)
     if vocab_size is None:
         return None
     anything = torch.ones(vocab_size, dtype=torch.bool)
     return torch.stack([anything if mask is None else mask for mask in masks])
+
+
+def _mask(row: SampledRow) -> Tensor | None:
+    request = row.request
+    assert request.grammar is not None
+    mask = request.grammar.allowed(row.further)
+    if mask is not None and request.params.ignore_eos and not request.grammar.ended:
+        mask[sorted(request.eos_token_ids)] = False  # a text that can go on does
+    return mask
 
 
 def _penalties(rows: list[SampledRow]) -> Penalties | None:

@@ -177,7 +177,7 @@ class Scheduler:
         request.num_computed_tokens = request.num_draft_computed = 0
 
     def commit(self, plan: StepPlan, output: StepOutput) -> list[tuple[Request, list[int]]]:
-        """Take over a step's results; returns each request that got tokens, with those it keeps.
+        """Take over a step's results; returns each request that got tokens or ended, with the tokens it keeps.
 
         Results of an older epoch (preempted or aborted since the plan was made) are dropped.
         """
@@ -198,7 +198,7 @@ class Scheduler:
             self._register_full_blocks(request)
             if request.finished:
                 self._retire(request)
-            if kept:
+            if kept or request.finished:
                 committed.append((request, kept))
         return committed
 

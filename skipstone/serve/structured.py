@@ -71,9 +71,6 @@ class GrammarCompiler:
         if self._tokenizer is None:
             self._tokenizer = self._load(llguidance, name)
         source = _grammar_source(llguidance, name, value)
-        problem = llguidance.LLMatcher.validate_grammar(source, self._tokenizer)
-        if problem:
-            raise RequestError(f"{name} cannot be used: {problem.splitlines()[0]}")
         matcher = llguidance.LLMatcher(self._tokenizer, source)
         if matcher.is_error():
             raise RequestError(f"{name} cannot be used: {matcher.get_error().splitlines()[0]}")
@@ -97,19 +94,19 @@ def _library(name: str) -> Any:
 
 def _grammar_source(llguidance: Any, name: str, value: Any) -> str:
     """The library's form of a constraint. Raises RequestError for text that is no JSON, or an unusable schema."""
-    if name == "grammar":
-        return str(llguidance.grammar_from("grammar", value))
-    if name == "regex":
-        return str(llguidance.grammar_from("regex", value))
-    if name == "choice":
-        options = " | ".join(json.dumps(option) for option in value)
-        return str(llguidance.grammar_from("lark", f"start: {options}"))
+    if name == "json_schema":
+        try:
+            json.loads(value)
+        except ValueError as error:
+            raise RequestError(f"json_schema={value!r:.80} is not valid JSON: {error}") from None
     try:
-        json.loads(value)
-    except ValueError as error:
-        raise RequestError(f"json_schema={value!r:.80} is not valid JSON: {error}") from None
-    try:
-        # Free whitespace lets a model fill its answer with blanks.
-        return str(llguidance.LLMatcher.grammar_from_json_schema(value, defaults={"whitespace_flexible": False}))
-    except ValueError as error:
-        raise RequestError(f"json_schema cannot be used: {error}") from None
+        if name == "json_schema":
+            # Free whitespace lets a model fill its answer with blanks.
+            return str(llguidance.LLMatcher.grammar_from_json_schema(value, defaults={"whitespace_flexible": False}))
+        if name == "regex":
+            return str(llguidance.LLMatcher.grammar_from_regex(value))
+        if name == "choice":
+            value = "start: " + " | ".join(json.dumps(option) for option in value)
+        return str(llguidance.LLMatcher.grammar_from_lark(value))
+    except ValueError as error:  # text that is no Unicode raises a kind of it as well
+        raise RequestError(f"{name}={value!r:.80} cannot be used: {error}") from None

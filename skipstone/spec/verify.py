@@ -65,9 +65,9 @@ class Verifier:
         assert draft_probs is not None
         counts = [len(ids) + 1 for ids in drafts]
         # A greedy row's law has all its mass on one token.
-        law = process_logits(logits, how).softmax(dim=1)
-        greedy = how.temperature == 0
-        law[greedy] = torch.zeros_like(law[greedy]).scatter_(1, logits[greedy].argmax(dim=1, keepdim=True), 1.0)
+        scores = process_logits(logits, how)
+        law, greedy = scores.softmax(dim=1), how.temperature == 0
+        law[greedy] = torch.zeros_like(law[greedy]).scatter_(1, scores[greedy].argmax(dim=1, keepdim=True), 1.0)
         target = pad_sequence(list(law.split(counts)), batch_first=True)  # [R, k+1, V]
         noise = gumbel_noise(how.seed ^ RECOVERY_STREAM, how.position, logits.shape[1])
         # Block verification looks at the numbers of all drafts, so those behind the run it keeps are not used again.
