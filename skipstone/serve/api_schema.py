@@ -75,7 +75,10 @@ def _operation(endpoint: Endpoint, needs_key: bool) -> dict[str, Any]:
 def _responses(endpoint: Endpoint, needs_key: bool) -> dict[str, Any]:
     content: dict[str, Any] = {endpoint.media: _schema(endpoint.response)}
     if endpoint.events is not None:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        data = {"type": "string", "description": f"a {endpoint.events.__name__} as JSON; the last is [DONE]"}
+        content["text/event-stream"] = {
+            "schema": {"type": "object", "properties": {"data": data}, "required": ["data"]}
+        }
     responses: dict[str, Any] = {"200": {"description": "done", "content": content}}
     statuses = [*endpoint.errors, *([401] if needs_key and not endpoint.is_open else [])]
     for status in statuses:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import socket
 
 from skipstone.config import EngineConfig
@@ -18,7 +19,7 @@ BACKLOG = 1024
 def run(args: argparse.Namespace, settings: Settings) -> int:
     """Serve until a signal ends it. The port is taken before the model is loaded."""
     config = ServerConfig(**{name: settings.values[name] for name in ServerConfig.__struct_fields__})
-    _check_secrets(config)
+    _check(config)
     try:
         from skipstone.serve.http_server import serve
         from skipstone.serve.metrics import PhaseClock
@@ -46,7 +47,9 @@ def listen(config: ServerConfig) -> socket.socket:
     return listener
 
 
-def _check_secrets(config: ServerConfig) -> None:
+def _check(config: ServerConfig) -> None:
+    if not re.fullmatch(r"([a-zA-Z_:][a-zA-Z0-9_:]*)?", config.metrics_prefix):
+        raise ConfigError(f"metrics_prefix={config.metrics_prefix!r} must consist of letters, digits, _ and :")
     for key in config.api_keys:
         if not key.strip() or not key.isascii() or key != key.strip():
             raise ConfigError("api_key must be plain ASCII text without spaces at its ends, and not empty")

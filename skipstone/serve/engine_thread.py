@@ -24,6 +24,7 @@ from skipstone.session import Choice, Session
 
 LOG = logging.getLogger("skipstone.engine")
 MOST_FAILURES = 3  # failed steps in a row after which the engine is given up
+LONGEST_STEP_S = 30.0
 USUAL_SECONDS = 1.0  # a request's time before any has ended
 
 
@@ -139,7 +140,7 @@ class EngineThread:
         """Abort what runs, end the thread, and wait for it."""
         self._commands.put(None)
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(LONGEST_STEP_S)
 
     # On the event loop.
 
@@ -191,11 +192,17 @@ class EngineThread:
                 return True
             if command is None:
                 return False
-            command()
+            try:
+                command()
+            except Exception as error:
+                self._failed(error)
             wait = False
 
     def _add(self, generation: Generation) -> None:
         if generation.closed:
+            return
+        if self.dead is not None:
+            _post(generation.loop, generation.fail, engine_failed(generation.job.request_id))
             return
         job, runs = generation.job, []
         try:
@@ -274,7 +281,7 @@ class EngineThread:
             for choice in run.session.choices:
                 if choice.request.finish_reason is FinishReason.ABORT:
                     self._watcher.on_end(generation, choice)
-        if self._failures >= MOST_FAILURES:
+        if self._failures >= MOST_FAILURES and self.dead is None:
             self.dead = f"{type(error).__name__} in {self._failures} steps in a row; the log has the tracebacks"
             self._on_death(self.dead)
 

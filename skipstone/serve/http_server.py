@@ -26,6 +26,7 @@ from skipstone.serve.service import Service
 
 LOG = logging.getLogger("skipstone.server")
 POLL_S = 0.05
+KEEP_ALIVE_S = 75  # longer than clients keep an idle connection, so that it is they who close it
 LAST_WORDS_S = 2  # for answers that have been aborted to reach their clients
 ENGINE_DIED = 1
 SIGNAL_BASE = 128  # as shells report a program that a signal ended
@@ -109,6 +110,7 @@ def serve(llm: LLM, config: ServerConfig, listener: socket.socket, clock: PhaseC
         log_config=None,
         access_log=False,
         server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=LAST_WORDS_S,
     )
     server = Server(service, options, _url(listener), quiet)

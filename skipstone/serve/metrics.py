@@ -124,7 +124,7 @@ class ServerMetrics(Collector):
         self._ended = dict.fromkeys(("stop", "length", "abort"), 0)
         self._responses: dict[str, int] = {}
         self._latest: dict[str, float] = {}  # when a running choice last got tokens
-        disable_created_metrics()  # a second series for every histogram, which nothing reads
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for every histogram, which nothing reads
         self._registry = CollectorRegistry()
         self._histograms = {
             metric.name: Histogram(
