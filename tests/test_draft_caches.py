@@ -155,7 +155,7 @@ def test_valid_entries_equal_those_computed_from_scratch(
     verifier = llm.engine.runner.verifier = ScriptedVerifier(chunk)
     shared = tokens(30, 4)
     prompts = [[*shared[:24], 7], tokens(9, 1), shared, tokens(16, 2), shared[:17], [*shared[:24], 8], tokens(1, 3)]
-    some = [request(prompt, i, drafts=2 if i == 3 else None) for i, prompt in enumerate(prompts)]
+    some = [request(prompt, i, drafts={2: 0, 3: 2}.get(i)) for i, prompt in enumerate(prompts)]
     for one in some:
         llm.engine.add(one)
     taken: list[Snapshot] = []
@@ -165,9 +165,12 @@ def test_valid_entries_equal_those_computed_from_scratch(
         llm.engine.scheduler.check()
         for one in llm.engine.scheduler.running:
             behind = one.num_computed_tokens - one.num_draft_computed
+            if one.max_drafts == 0:
+                assert one.num_draft_computed == 0
+                continue
             near_the_end = one.num_computed_tokens + k + 1 >= one.max_total_tokens
             assert behind <= max(modules(proposer) - 1, 0) or near_the_end, "valid entries fell behind"
-            if one.num_draft_computed and draw.random() < 0.12:
+            if one.num_draft_computed > 0 and draw.random() < 0.12:
                 taken.append(snapshot(llm, one))
     kept = {count for count in verifier.counts if count[0] == k}
     assert kept == {(k, accepted) for accepted in range(k + 1)}
@@ -276,6 +279,27 @@ def test_advanced_metadata_equals_fresh_metadata(
     assert advances.several > 10
 
 
+@pytest.mark.parametrize(("name", "proposer"), pairs(CACHED))
+def test_a_drafter_made_for_fewer_positions_stops_in_time(name: str, proposer: str, folders: Folders) -> None:
+    """Nothing is run at positions that it does not know; the text goes on without drafts."""
+    most, jobs = 37, tiny_jobs()[10:28:3]
+    llm = engine(folders, name, proposer, 3, max_num_batched_tokens=24)
+    drafter = llm.engine.runner.proposer
+    drafter.needs = drafter.needs._replace(max_position=most)
+    plan, highest = drafter.groups.plan, [0]
+
+    def checked(batch: Batch) -> Any:
+        highest[0] = max(highest[0], int(batch.positions.max()))
+        return plan(batch)
+
+    drafter.groups.plan = checked
+    found = run(llm, jobs)
+    assert most - 5 < highest[0] < most
+    assert found.results == folders.plain(name, jobs).results
+    assert max(map(len, (prompt for prompt, _ in jobs))) > most
+    assert found.accepted > 0
+
+
 def permuted(specs: list[CacheSpec], order: int) -> list[CacheSpec]:
     """One of the orders of a list."""
     if order == 1:
@@ -359,15 +383,17 @@ def cached_tokens(llm: LLM, prompts: list[list[int]], check: Callable[[Request],
     return found
 
 
-@pytest.mark.parametrize("shared", [2, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("shared", "tail"), [(2, 3), (1, 0)])
 @pytest.mark.parametrize(("name", "proposer"), pairs(CACHED))
-def test_prompts_that_part_at_a_block_border(name: str, proposer: str, shared: int, folders: Folders) -> None:
+def test_prompts_that_part_at_a_block_border(
+    name: str, proposer: str, shared: int, tail: int, folders: Folders
+) -> None:
     """Only the positions whose draft entries depend on the other next tokens are computed again, in a copy.
 
     A, then B that forks from it behind a block, then C and D that go on as B and A did, and E with a third way.
     """
     begin, depth = tokens(shared * BLOCK, 1), modules(proposer)
-    ways = [tokens(2 * BLOCK + 3, 20 + i) for i in range(3)]
+    ways = [tokens(2 * BLOCK + tail, 20 + i) for i in range(3)]
     assert len({way[0] for way in ways}) == 3
     prompts = [begin + ways[i] for i in (0, 1)]
     prompts += [prompts[1] + [5, 6], prompts[0] + [5, 6], begin + ways[2], begin + ways[1][:1]]
@@ -382,12 +408,12 @@ def test_prompts_that_part_at_a_block_border(name: str, proposer: str, shared: i
     plain = cached_tokens(load(folders.target(name), prefix_caching=True), prompts)
     begun = shared * BLOCK
     assert plain == [0, begun, begun + 2 * BLOCK, begun + 2 * BLOCK, begun, begun]
-    # C and D find the very blocks of B and A, up to where these wrote something else behind their prompts.
     lost = [p - f for p, f in zip(plain, found, strict=True)]
     assert lost[0] == 0
     assert lost[1] == lost[4] == depth
-    assert all(0 <= tokens_lost <= depth for tokens_lost in lost)
-    assert lost[2] == lost[3] == 0
+    # C and D find the very blocks of B and A; without a tail these went on with other tokens behind the last one.
+    assert lost[2] == lost[3] == (0 if tail else depth)
+    assert 0 <= lost[5] <= depth
     llm.engine.scheduler.check()
 
 
