@@ -227,7 +227,7 @@ class Request:
         """
         appended: list[int] = []
         for token in token_ids:
-            if self.grammar is not None and not self.grammar.advance(token):
+            if self.grammar is not None and not self._permits(self.grammar, token):
                 self.finish_reason = FinishReason.ABORT
                 break
             self.token_ids.append(token)
@@ -242,6 +242,10 @@ class Request:
                 self.finish_reason = FinishReason.LENGTH
                 break
         return appended
+
+    def _permits(self, grammar: Grammar, token: int) -> bool:
+        """Take a token over into the grammar, unless it only came out because no token was possible."""
+        return self.params.logit_bias.get(token) != -math.inf and grammar.advance(token)
 
     def ends_with(self, token: int) -> bool:
         """Whether this token ends the text, once `min_tokens` are out."""

@@ -59,8 +59,10 @@ def _mask(row: SampledRow) -> Tensor | None:
     request = row.request
     assert request.grammar is not None
     mask = request.grammar.allowed(row.further)
-    if mask is not None and request.params.ignore_eos and not request.grammar.ended:
-        mask[sorted(request.eos_token_ids)] = False  # a text that can go on does
+    if mask is not None and request.params.ignore_eos:
+        going_on = mask.clone()
+        going_on[sorted(request.eos_token_ids)] = False
+        mask = going_on if going_on.any() else mask  # a text that can go on does
     return mask
 
 

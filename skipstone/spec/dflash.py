@@ -38,6 +38,7 @@ class DflashProposer:
             max_k=most,
             max_position=head.max_position,
             default_k=most,
+            least_lookahead=head.block_size,
         )
         check_groups(head.cache_specs(), "in_block", self.needs.name)
 
@@ -60,8 +61,7 @@ class DflashProposer:
         batch, hidden = _rows_of(step)
         self.head.store_context(hidden, batch, self.groups.plan(batch))
         drafts: list[list[int]] = [[] for _ in step.requests]
-        # Blocks of equal length stand next to each other.
-        active = sorted((i for i, r in enumerate(step.requests) if r.wanted), key=lambda i: step.requests[i].wanted)
+        active = [i for i, r in enumerate(step.requests) if r.wanted]
         if active:
             self._draft(step, active, drafts)
         return [Drafts(ids, request.num_valid) for ids, request in zip(drafts, step.requests, strict=True)]
@@ -70,9 +70,11 @@ class DflashProposer:
         """Fill `drafts` of the active requests."""
         requests = [step.requests[i] for i in active]
         mask = self.head.mask_token_id
+        # The head was trained on whole blocks; its first drafts are better among the rows of all of them.
+        masks = [min(self.head.block_size - 1, self.head.max_position - r.length) for r in requests]
         blocks = [
-            QueryRows([*r.tokens(r.length - 1, r.length), *[mask] * r.wanted], r.length - 1, r.request.block_ids)
-            for r in requests
+            QueryRows([*r.tokens(r.length - 1, r.length), *[mask] * masks[place]], r.length - 1, r.request.block_ids)
+            for place, r in enumerate(requests)
         ]
         batch = build_batch(blocks, self.cache.block_size, see_ahead=True)
         states = self.head(batch, self.groups.plan(batch))
@@ -82,9 +84,9 @@ class DflashProposer:
             row += len(block.token_ids)
         masked = torch.tensor([first + i for first, r in zip(firsts, requests, strict=True) for i in range(r.wanted)])
         logits = self.head.logits(states[masked])
-        starts = [first - place - 1 for place, first in enumerate(firsts)]  # the same among the masks' rows alone
+        starts = [sum(r.wanted for r in requests[:place]) for place in range(len(requests))]  # rows of `logits`
         depths = list(range(max(r.wanted for r in requests)))
-        # Penalties count the earlier drafts, which must then be known; else only their number matters.
+        # Penalties and grammars look at the earlier drafts, which must then be known; else only their number matters.
         stepwise = any(_counts_tokens(r) for r in requests)
         for part in [[depth] for depth in depths] if stepwise else [depths]:
             chosen = [(place, depth) for place, r in enumerate(requests) for depth in part if depth < r.wanted]
@@ -96,7 +98,8 @@ class DflashProposer:
 
 def _counts_tokens(request: DraftRequest) -> bool:
     params = request.request.params
-    return params.repetition_penalty != 1.0 or bool(params.presence_penalty or params.frequency_penalty)
+    counts = params.repetition_penalty != 1.0 or bool(params.presence_penalty or params.frequency_penalty)
+    return counts or request.request.grammar is not None
 
 
 def _row(request: DraftRequest, drafts: list[int], depth: int, unknown: int) -> SampledRow:

@@ -25,10 +25,10 @@ class ProposerNeeds(NamedTuple):
     """What a proposer declares.
 
     `next_tokens` L: its caches at position p depend on the tokens up to p + L, so that a cached block can only be
-    shared by requests whose next L tokens agree. `lookahead`: cache slots that k drafts take beyond the committed
-    tokens, as a multiple of k plus a constant. `follows_target`: its caches are filled from the target's hidden
+    shared by requests whose next L tokens agree. `follows_target`: its caches are filled from the target's hidden
     states, so a step that it misses cannot be made up. `block_unit`: cache blocks must be a multiple of this many
-    tokens. `default_k`: drafts a step when the user names no number.
+    tokens. `default_k`: drafts a step when the user names no number. `least_lookahead`: slots that a draft pass takes
+    however few drafts are wanted.
     """
 
     name: str
@@ -40,10 +40,11 @@ class ProposerNeeds(NamedTuple):
     max_position: int | None = None
     block_unit: int = 1
     default_k: int | None = None
+    least_lookahead: int = 0
 
     def lookahead(self, k: int) -> int:
         """Slots beyond the committed tokens that drafting k tokens may write."""
-        return k + 1 if self.uses_caches and k else 0
+        return max(k + 1, self.least_lookahead) if self.uses_caches and k else 0
 
 
 class DraftRequest(NamedTuple):
