@@ -66,9 +66,8 @@ class SeveralModulesProposer(HiddenStateProposer):
             states = head.recycled(out, module)
         for request, start, window in zip(requests, starts, windows, strict=True):
             self._keep_tail(request, start, window)
-        return [
-            Drafts(ids, min(r.num_valid, r.length - head.num_modules)) for ids, r in zip(drafts, requests, strict=True)
-        ]
+        valid = [max(min(r.num_valid, r.length - head.num_modules), 0) for r in requests]
+        return [Drafts(ids, count) for ids, count in zip(drafts, valid, strict=True)]
 
     def _lead(self, request: DraftRequest, hidden: Tensor) -> Tensor:
         """The kept states right before the request's rows; none after a prefix hit or a preemption."""
