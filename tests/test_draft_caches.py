@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 import pytest
 import torch
 from oracles.speculation import CACHED, FEW, LEAN, WAYS, Folders, load, pairs, run, tiny_jobs, tokens, watch
-from oracles.tiny import TINY, Tiny, write_folder
+from oracles.tiny import TINY, VOCAB, Tiny, write_folder
 from oracles.tiny_heads import with_mtp
 from torch import Tensor
 
@@ -24,8 +24,9 @@ from skipstone import LLM, SamplingParams
 from skipstone.attention.backend import IndexQuery, check_groups
 from skipstone.attention.dsa import TokenIndexBackend
 from skipstone.attention.msa import BlockIndexBackend
-from skipstone.core.batch import ZERO_BLOCK, Batch, Selection
+from skipstone.core.batch import FIRST_BLOCK, ZERO_BLOCK, Batch, Selection
 from skipstone.core.kv_cache import CacheSpec, KVCache
+from skipstone.core.plan import StepOutput, StepPlan, StepResult
 from skipstone.core.request import Request
 from skipstone.core.rows import QueryRows, build_batch
 from skipstone.core.sampling_rows import SampledRow, sampling_rows
@@ -36,6 +37,9 @@ from skipstone.models.deepseek_v32_mtp import DeepseekV32Mtp
 from skipstone.models.minimax_m3 import MiniMaxM3
 from skipstone.models.minimax_m3_mtp import MiniMaxM3Mtp
 from skipstone.registry import ATTENTION
+from skipstone.runtime.block_pool import BlockPool
+from skipstone.runtime.scheduler import Scheduler
+from skipstone.spec.proposer import ProposerNeeds
 from skipstone.spec.verify import Run, Verifier
 
 TARGETS = ["m3", "dsa"]
@@ -80,7 +84,10 @@ class ScriptedVerifier(Verifier):
         for ids in drafts:
             accepted = self.draw.randint(0, len(ids))
             self.counts.append((len(ids), accepted))
-            runs.append(Run([*ids[:accepted], sampled[first + accepted]], accepted))
+            token = sampled[first + accepted]
+            if ids[accepted : accepted + 1] == [token]:
+                token = (token + 1) % VOCAB  # a rejected draft is not what follows
+            runs.append(Run([*ids[:accepted], token], accepted))
             first += len(ids) + 1
         return runs
 
@@ -439,6 +446,38 @@ def test_blocks_whose_draft_entries_were_never_written(name: str, proposer: str,
     while warm.engine.has_work:
         warm.step()
     assert session.output().num_cached_tokens == 40
+
+
+def test_a_fork_without_room_for_a_copy_computes_the_block_again() -> None:
+    """No block is free for it when the prompt is matched; the matched one is right after."""
+    needs = ProposerNeeds("fake", next_tokens=1, uses_caches=True, follows_target=True)
+    scheduler = Scheduler(BlockPool(FIRST_BLOCK + 2, 4), 4, 4, True, needs)
+
+    def add(prompt: list[int]) -> Request:
+        one = Request("r", prompt, SamplingParams(), 0, len(prompt) + 1, max_drafts=1)
+        scheduler.add(one)
+        return one
+
+    def step() -> StepPlan:
+        plan = scheduler.schedule()
+        results = [
+            StepResult([6] if item.samples else [], num_draft_computed=item.start + item.query_len)
+            for item in plan.scheduled
+        ]
+        scheduler.commit(plan, StepOutput(results))
+        scheduler.check()
+        return plan
+
+    first = add([1, 2, 3, 4, 9])
+    while not first.finished:
+        step()
+    other = Request("other", [7], SamplingParams(), 0, 4, max_drafts=1)
+    scheduler.add(other)
+    step()
+    fork = add([1, 2, 3, 4, 8])
+    plan = step()
+    (item,) = [item for item in plan.scheduled if item.request is fork]
+    assert (item.start, item.query_len, plan.block_copies, len(fork.block_ids)) == (0, 3, [], 1)
 
 
 class Selections:
