@@ -202,6 +202,18 @@ def test_independent_drafts_follow_their_law_and_say_nothing_about_the_sample() 
     assert chi_square(cells, (law[:, None] * law[None]).flatten()) < 1e-9
 
 
+def test_independent_drafts_of_one_position_differ_from_step_to_step() -> None:
+    """A draft that was dropped tells nothing of the one that is drawn in its place; coupled ones are the same again."""
+    logits = torch.zeros(60, 12)
+    early = [SampledRow(a_request(i, i, [1, 2]), [3]) for i in range(60)]
+    late = [SampledRow(a_request(i, i, [1, 2, 3]), []) for i in range(60)]
+    for mode, most in (("coupled", 60), ("independent", 20)):
+        first, second = (DraftChooser(mode)(logits, rows) for rows in (early, late))
+        same = sum(a == b for a, b in zip(first, second, strict=True))
+        assert same <= most
+        assert (same == 60) == (mode == "coupled")
+
+
 class Game(NamedTuple):
     """Two laws of the next token given the last one, as logits [V, V], and how the text is sampled."""
 
