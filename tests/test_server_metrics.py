@@ -26,8 +26,8 @@ those of vLLM and mean the same, so its dashboards and benchmark clients work; `
 Names with `skipstone_` are our own. Every metric has the labels `model_name` and `engine` (always 0).
 
 A choice is one text: a request with `n` 3 and two prompts has six. A verify step is a step in which drafts of one
-choice were verified. Mean tokens per verify step: 1 + accepted / drafts, with `vllm:spec_decode_num_accepted_tokens_total` and
-`vllm:spec_decode_num_drafts_total`.
+choice were verified. Mean tokens per verify step: 1 + accepted / drafts, from
+`vllm:spec_decode_num_accepted_tokens_total` and `vllm:spec_decode_num_drafts_total`.
 
 | name | kind | further label | meaning |
 |---|---|---|---|
