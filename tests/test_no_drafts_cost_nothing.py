@@ -7,6 +7,7 @@ any size with drafts of any number, have the bits that the row has when it runs 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -77,9 +78,16 @@ def plainly(jobs: list[Job]) -> list[Job]:
     return [(prompt, SamplingParams(**{name: getattr(params, name) for name in keep})) for prompt, params in jobs]
 
 
-@pytest.mark.parametrize("limits", [{}, {"num_blocks": 9, "max_model_len": 64, "max_num_batched_tokens": 9}])
-@pytest.mark.parametrize("proposer", [*CACHED, "ngram"])
-@pytest.mark.parametrize("name", TARGETS)
+TIGHT = {"num_blocks": 9, "max_model_len": 64, "max_num_batched_tokens": 9}
+POINTS = list(itertools.product(TARGETS, [*CACHED, "ngram"], [{}, TIGHT]))
+USUAL = (1, 2, 5, 6, 9, 10, 13, 18, 21)  # every proposer, both targets, both sizes
+
+
+@pytest.mark.parametrize(
+    ("name", "proposer", "limits"),
+    [point if number in USUAL else pytest.param(*point, marks=pytest.mark.long) for number, point in enumerate(POINTS)],
+    ids=lambda value: "tight" if value == TIGHT else str(value or "roomy"),
+)
 def test_a_proposer_that_is_not_asked_does_nothing(
     name: str, proposer: str, limits: dict[str, int], folders: Folders
 ) -> None:

@@ -357,8 +357,9 @@ def text_jobs() -> list[Job]:
     return jobs
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 512])
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize(
+    ("name", "chunk"), always(list(itertools.product(TARGETS, [1, 3, 512])), ("m3", 512), ("dsa", 1), ("dsa", 3))
+)
 def test_the_text_is_that_without_drafts(name: str, chunk: int, target: Folder) -> None:
     """For every number of modules and every k, with few blocks that are shared."""
     jobs = text_jobs() if chunk > 1 else text_jobs()[:4]
