@@ -293,6 +293,8 @@ def test_a_drafter_made_for_fewer_positions_stops_in_time(name: str, proposer: s
     llm = engine(folders, name, proposer, 3, max_num_batched_tokens=24)
     drafter = llm.engine.runner.proposer
     drafter.needs = drafter.needs._replace(max_position=most)
+    if proposer != "draft":
+        drafter.head.max_position = most
     plan, highest = drafter.groups.plan, [0]
 
     def checked(batch: Batch) -> Any:
