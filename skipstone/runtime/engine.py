@@ -58,6 +58,7 @@ class Engine:
         needs, table = proposer.needs if proposer else None, self.speculation.table
         most_drafts = table.most_drafts if table else None
         self.scheduler = Scheduler(self.pool, *limits, config.prefix_caching, needs, most_drafts)
+        self.scheduler.stats.speculation.simulated = self.speculation.simulated
         self.stats = EngineStats()
         self.vocab_size: int = info.config.vocab_size
 
