@@ -22,7 +22,7 @@ from skipstone import LLM, SamplingParams
 from skipstone.errors import SkipstoneError
 
 ROOT = Path(__file__).resolve().parent.parent
-GREEDY = {"mtp": [1, 3, 5, 7], "eagle3": [1, 3, 5, 7], "dflash": [3, 7], "ngram": [4]}
+GREEDY = {"mtp": [3, 5], "eagle3": [3, 5], "dflash": [3, 7], "ngram": [4]}
 NOISY = {"mtp": 3, "eagle3": 3, "dflash": 7}
 MODES = ("coupled", "greedy", "independent")
 

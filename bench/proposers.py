@@ -53,7 +53,8 @@ def measure_proposers(
         counts = {case: [0, 0] for case in cases}
         for prompt in prompts:
             expected = None
-            for case in cases:
+            first = turn * 5 % len(cases)  # no case always follows the same one
+            for case in cases[first:] + cases[:first]:
                 stats = loaded[case[0]].engine.scheduler.stats.speculation
                 before = (stats.steps, stats.accepted)
                 spent, ids = decode_seconds(loaded[case[0]], prompt, case[1], tokens)

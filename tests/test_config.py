@@ -73,7 +73,8 @@ def test_text_that_is_no_integer(text: str) -> None:
 @pytest.mark.parametrize("name", options_of(EngineConfig))
 def test_every_engine_option_has_flag_variable_key_and_help(name: str, tmp_path: Path) -> None:
     option = options_of(EngineConfig)[name]
-    example = {"flag": "false", "integer": "64", "number": "2.5", "choice": option.default, "text": "there"}[option.kind]
+    examples = {"flag": "false", "integer": "64", "number": "2.5", "choice": option.default, "text": "there"}
+    example = examples[option.kind]
     value = option.check(example, "test")
     assert option.help
     by_flag = [f"--no-{name.replace('_', '-')}"] if option.kind == "flag" else [option.flag, example]
