@@ -277,17 +277,25 @@ def test_dflash_drafts_come_from_the_papers_logits(
     head = HEADS["dflash"](tiny(name))
     llm = LLM(str(folder(name)), spec=f"dflash:{head.write(tmp_path / 'head')}:{k}", **options)
     choices = record(llm)
-    run(llm)
+    run(llm, 36)
     assert len(choices) > 40 and llm.engine.scheduler.stats.speculation.accepted
     weights, states = Weights(head), tap_finder(target(name), choices)
     blocks: dict[tuple[int, ...], list[Choice]] = {}
     for choice in choices:
         blocks.setdefault(tuple(choice.committed), []).append(choice)
+    whole = 0
     for committed, block in blocks.items():
-        count = max(len(choice.drafts) for choice in block) + 1
-        expected = dflash_logits(weights, target(name), states(list(committed)), list(committed), count)
-        for choice in block:
-            assert error(choice.logits, expected[len(choice.drafts)]) < TOLERANCE, (len(committed), len(choice.drafts))
+        fewest = max(len(choice.drafts) for choice in block) + 1
+        # A whole block runs however few drafts are wanted; it is shorter only where the text's cache blocks end.
+        errors = {}
+        for count in range(BLOCK - 1, fewest - 1, -1):
+            expected = dflash_logits(weights, target(name), states(list(committed)), list(committed), count)
+            errors[count] = max(error(choice.logits, expected[len(choice.drafts)]) for choice in block)
+            if errors[count] < TOLERANCE:
+                break
+        assert min(errors.values()) < TOLERANCE, (len(committed), errors)
+        whole += errors[BLOCK - 1] < TOLERANCE
+    assert whole > 0.75 * len(blocks)
 
 
 def test_a_dflash_block_is_chosen_alike_at_once_and_step_by_step(

@@ -70,8 +70,7 @@ class DflashProposer:
         """Fill `drafts` of the active requests."""
         requests = [step.requests[i] for i in active]
         mask = self.head.mask_token_id
-        # The head was trained on whole blocks; its first drafts are better among the rows of all of them.
-        masks = [min(self.head.block_size - 1, self.head.max_position - r.length) for r in requests]
+        masks = [self._num_masks(request) for request in requests]
         blocks = [
             QueryRows([*r.tokens(r.length - 1, r.length), *[mask] * masks[place]], r.length - 1, r.request.block_ids)
             for place, r in enumerate(requests)
@@ -94,6 +93,14 @@ class DflashProposer:
             tokens = step.choose(logits[[starts[place] + depth for place, depth in chosen]], rows)
             for (place, _), token in zip(chosen, tokens, strict=True):
                 drafts[active[place]].append(token)
+
+    def _num_masks(self, request: DraftRequest) -> int:
+        """A whole block, as the head was trained on: its first drafts are better among all of them.
+
+        Fewer where positions or cache blocks end.
+        """
+        owned = len(request.request.block_ids) * self.cache.block_size
+        return min(self.head.block_size - 1, self.head.max_position - request.length, owned - request.length)
 
 
 def _counts_tokens(request: DraftRequest) -> bool:
