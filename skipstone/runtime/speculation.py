@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -10,8 +9,9 @@ import torch
 from skipstone.config import EngineConfig
 from skipstone.errors import ConfigError
 from skipstone.models.base import CausalLM, DraftHead
-from skipstone.models.loader import ModelInfo, load_weights, tensor_names
+from skipstone.models.loader import ModelInfo, load_weights
 from skipstone.registry import DRAFT_HEADS, PROPOSERS
+from skipstone.runtime.available import count_mtp_modules
 from skipstone.runtime.k_table import KTable, read_k_table, with_table
 from skipstone.spec.choose import DraftChooser
 from skipstone.spec.hidden_state import HiddenStateProposer
@@ -99,8 +99,7 @@ def make_speculation(config: EngineConfig, around: Surroundings) -> Speculation:
 
 def _choose(info: ModelInfo) -> tuple[Any, str]:
     """MTP modules when the files hold any; config.json may declare modules that were never released."""
-    head = DRAFT_HEADS.load(info.architecture) if info.architecture in DRAFT_HEADS.entries else None
-    found = head.count_modules(tensor_names(info.folder), info.config.num_layers) if head else 0
+    found = count_mtp_modules(info)
     if found:
         return "mtp", f"auto: the files hold {found} MTP module{'s' if found > 1 else ''}"
     declared = info.config.declared_mtp_modules
@@ -131,22 +130,15 @@ def make_mtp(spec: SpecConfig, around: Surroundings) -> Proposer:
     info = around.info
     if info.architecture not in DRAFT_HEADS.entries:
         raise ConfigError(f"spec=mtp: {info.architecture} has no MTP modules; use ngram, eagle3, dflash or draft")
-    head_class = DRAFT_HEADS.load(info.architecture)
-    found = head_class.count_modules(tensor_names(info.folder), info.config.num_layers)
+    found = count_mtp_modules(info)
     if not found:
         raise ConfigError(
             f"spec=mtp: config.json of {info.folder.name} declares {info.config.declared_mtp_modules} MTP modules, but "
             "the files hold no MTP tensors; use another proposer or spec=off"
         )
-    head: DraftHead = head_class(around.target, found, around.dtype, False)
-    kind = HiddenStateProposer if found == 1 else SeveralModulesProposer
-    return kind("mtp", load_head(head, info.folder))
-
-
-def load_head(head: DraftHead, folder: Path) -> DraftHead:
-    """Fill a draft head from a folder. Raises CheckpointError."""
-    load_weights(head, folder)
-    return head
+    head: DraftHead = DRAFT_HEADS.load(info.architecture)(around.target, found, around.dtype, False)
+    load_weights(head, info.folder)
+    return (HiddenStateProposer if found == 1 else SeveralModulesProposer)("mtp", head)
 
 
 def make_ngram(spec: SpecConfig, around: Surroundings) -> Proposer:
