@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from skipstone.kernels.reference.moe import experts_forward, route
+from skipstone.kernels.reference.pointwise import GatedActivation
 from skipstone.layers.linear import Linear
-
-Activation = Callable[[Tensor], Tensor]
 
 
 class GatedMLP(nn.Module):
     """down(activation([gate | up] x)); gate and up are one product."""
 
-    def __init__(self, hidden: int, intermediate: int, activation: Activation, dtype: torch.dtype, exact: bool) -> None:
+    def __init__(
+        self, hidden: int, intermediate: int, activation: GatedActivation, dtype: torch.dtype, exact: bool
+    ) -> None:
         super().__init__()
         self.gate_up = Linear(hidden, 2 * intermediate, dtype, exact)
         self.down = Linear(intermediate, hidden, dtype, exact)
@@ -66,7 +65,7 @@ class MixtureOfExperts(nn.Module):
         intermediate: int,
         shared_intermediate: int,
         router: Router,
-        activation: Activation,
+        activation: GatedActivation,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()

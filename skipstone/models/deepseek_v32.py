@@ -17,7 +17,7 @@ from skipstone.attention.backend import AttentionStep, CacheRows, IndexQuery, Sp
 from skipstone.core.batch import Batch
 from skipstone.core.kv_cache import CacheSpec, CacheTensorSpec
 from skipstone.kernels.reference.gemm import bmm
-from skipstone.kernels.reference.pointwise import Rotary, rotate, silu_mul
+from skipstone.kernels.reference.pointwise import SILU, Rotary, rotate
 from skipstone.layers.feed_forward import GatedMLP, MixtureOfExperts, Router
 from skipstone.layers.linear import LayerNorm, Linear, OutputLinear, RMSNorm
 from skipstone.layers.rotary import RotaryTable, Yarn, rotary_table
@@ -246,7 +246,7 @@ class DecoderLayer(nn.Module):
         self.ffn_norm = RMSNorm(hidden, config.eps)
         self.ffn: GatedMLP | MixtureOfExperts
         if layer < config.dense_layers:
-            self.ffn = GatedMLP(hidden, config.dense_intermediate, silu_mul, dtype, exact)
+            self.ffn = GatedMLP(hidden, config.dense_intermediate, SILU, dtype, exact)
         else:
             router = Router(
                 hidden,
@@ -258,7 +258,7 @@ class DecoderLayer(nn.Module):
                 config.kept_groups,
             )
             width = config.expert_intermediate * config.shared_experts
-            self.ffn = MixtureOfExperts(hidden, config.expert_intermediate, width, router, silu_mul, dtype)
+            self.ffn = MixtureOfExperts(hidden, config.expert_intermediate, width, router, SILU, dtype)
 
     def forward(self, x: Tensor, rotary: Rotaries, attention: AttentionStep) -> Tensor:
         """[T, H] -> [T, H]."""

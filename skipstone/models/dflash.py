@@ -17,7 +17,7 @@ from skipstone.attention.backend import AttentionStep, CacheRows
 from skipstone.core.batch import Batch
 from skipstone.core.kv_cache import CacheSpec
 from skipstone.errors import ConfigError
-from skipstone.kernels.reference.pointwise import Rotary, rotate, silu_mul
+from skipstone.kernels.reference.pointwise import SILU, Rotary, rotate
 from skipstone.layers.feed_forward import GatedMLP
 from skipstone.layers.linear import Linear, RMSNorm
 from skipstone.layers.rotary import RotaryTable, rotary_table
@@ -82,7 +82,7 @@ class DflashLayer(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.eps)
         self.o_proj = Linear(config.heads * config.head_dim, hidden, dtype, exact)
         self.ffn_norm = RMSNorm(hidden, config.eps)
-        self.ffn = GatedMLP(hidden, config.intermediate, silu_mul, dtype, exact)
+        self.ffn = GatedMLP(hidden, config.intermediate, SILU, dtype, exact)
 
     def write(self, x: Tensor, rotary: Rotary, attention: AttentionStep) -> None:
         """Keys and values of x [T, H]: features of committed rows, or normalised states of block rows."""

@@ -17,7 +17,7 @@ from skipstone.attention.backend import AttentionStep, CacheRows
 from skipstone.core.batch import Batch
 from skipstone.core.kv_cache import CacheSpec
 from skipstone.errors import CheckpointError, ConfigError
-from skipstone.kernels.reference.pointwise import Rotary, rotate, silu_mul
+from skipstone.kernels.reference.pointwise import SILU, Rotary, rotate
 from skipstone.layers.feed_forward import GatedMLP
 from skipstone.layers.linear import Linear, OutputLinear, RMSNorm
 from skipstone.layers.rotary import RotaryTable, rotary_table
@@ -103,7 +103,7 @@ class Eagle3Layer(nn.Module):
         self.qkv = Linear(2 * hidden, sum(self.head_counts) * layer.head_dim, dtype, exact)
         self.o_proj = Linear(layer.heads * layer.head_dim, hidden, dtype, exact)
         self.ffn_norm = RMSNorm(hidden, layer.eps)
-        self.ffn = GatedMLP(hidden, layer.intermediate, silu_mul, dtype, exact)
+        self.ffn = GatedMLP(hidden, layer.intermediate, SILU, dtype, exact)
 
     def forward(self, embedded: Tensor, hidden: Tensor, rotary: Rotary, attention: AttentionStep) -> Tensor:
         """Embeddings and states [T, H] -> [T, H]."""

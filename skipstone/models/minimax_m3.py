@@ -6,7 +6,6 @@ rotary on the first four; caches written; the index heads choose blocks, one set
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from skipstone.attention.backend import AttentionStep, CacheRows, IndexQuery, SparseSettings
 from skipstone.core.batch import Batch
 from skipstone.core.kv_cache import CacheSpec, CacheTensorSpec
-from skipstone.kernels.reference.pointwise import Rotary, clamped_swiglu, rms_norm, rotate
+from skipstone.kernels.reference.pointwise import GatedActivation, Rotary, rms_norm, rotate
 from skipstone.layers.feed_forward import GatedMLP, MixtureOfExperts, Router
 from skipstone.layers.linear import Linear, OutputLinear, RMSNorm
 from skipstone.layers.rotary import RotaryTable, rotary_table
@@ -217,7 +216,7 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: MiniMaxM3Config, layer: int, dtype: torch.dtype, exact: bool) -> None:
         super().__init__()
-        activation = functools.partial(clamped_swiglu, alpha=config.swiglu_alpha, limit=config.swiglu_limit)
+        activation = GatedActivation(config.swiglu_alpha, config.swiglu_limit, shift=1.0)
         hidden = config.hidden_size
         self.attention_norm = RMSNorm(hidden, config.eps, offset=1.0)
         self.attention = Attention(config, layer, config.sparse_layers[layer], dtype, exact)

@@ -6,13 +6,11 @@ do not depend on which other rows share its experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from skipstone.kernels.reference.gemm import linear
-from skipstone.kernels.reference.pointwise import sigmoid
+from skipstone.kernels.reference.pointwise import GatedActivation, sigmoid
 
 
 def route(
@@ -48,7 +46,7 @@ def experts_forward(
     weights: Tensor,
     gate_up: Tensor,
     down: Tensor,
-    activation: Callable[[Tensor], Tensor],
+    activation: GatedActivation,
     exact: bool,
 ) -> Tensor:
     """Weighted sum of each row's experts.

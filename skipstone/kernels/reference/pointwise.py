@@ -6,6 +6,7 @@ value would depend on how many rows are in the call. exp, division, multiplicati
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -51,17 +52,24 @@ def sigmoid(x: Tensor) -> Tensor:
     return torch.exp(-x).add_(1.0).reciprocal_()
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up for gate_up [..., 2I] = [gate | up]: [..., I]. Shazeer 2020."""
-    gate, up = gate_up.float().chunk(2, dim=-1)
-    return (gate / torch.exp(-gate).add_(1.0)).mul_(up).to(gate_up.dtype)
+class GatedActivation(NamedTuple):
+    """g * sigmoid(alpha g) * (u + shift) with g = min(gate, limit), u = clamp(up, -limit, limit). Shazeer 2020.
 
-
-def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
-    """g * sigmoid(alpha g) * (u + 1) with g = min(gate, limit), u = clamp(up, -limit, limit): the SwiGLU of MiniMax-M3.
-
-    gate_up [..., 2I] = [gate | up]: [..., I].
+    SILU is the plain SwiGLU; MiniMax-M3 has alpha 1.702, limit 7 and shift 1.
     """
-    gate, up = gate_up.float().chunk(2, dim=-1)
-    gate = gate.clamp(max=limit)
-    return (gate / torch.exp(gate * -alpha).add_(1.0)).mul_(up.clamp(-limit, limit).add_(1.0)).to(gate_up.dtype)
+
+    alpha: float = 1.0
+    limit: float = math.inf
+    shift: float = 0.0
+
+    def __call__(self, gate_up: Tensor) -> Tensor:
+        """gate_up [..., 2I] = [gate | up]: [..., I]."""
+        gate, up = gate_up.float().chunk(2, dim=-1)
+        if self.limit != math.inf:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        slope = gate if self.alpha == 1.0 else gate * self.alpha
+        up = up + self.shift if self.shift else up
+        return (gate / torch.exp(-slope).add_(1.0)).mul_(up).to(gate_up.dtype)
+
+
+SILU = GatedActivation()
