@@ -71,3 +71,34 @@ PROPOSERS = Registry(
         "draft": "runtime.proposers:make_draft",
     },
 )
+
+# Every op twice: its plain-torch reference, and its Triton kernels.
+KERNELS = Registry(
+    "op",
+    {
+        f"{op}/{implementation}": f"kernels.{module}:{op}"
+        for op, reference, triton in [
+            ("linear", "gemm", "gemm"),
+            ("bmm", "gemm", "gemm"),
+            ("rms_norm", "pointwise", "norm_rope"),
+            ("add_rms_norm", "norm_rope", "norm_rope"),
+            ("layer_norm", "pointwise", "norm_rope"),
+            ("rotate", "pointwise", "norm_rope"),
+            ("norm_rotate_store", "norm_rope", "norm_rope"),
+            ("gated", "norm_rope", "norm_rope"),
+            ("store", "kv_store", "kv_store"),
+            ("route", "moe", "moe"),
+            ("experts_forward", "moe", "moe"),
+            ("dense_attention", "attention", "dense_attn"),
+            ("block_select", "select", "select"),
+            ("token_select", "select", "select"),
+            ("sparse_gqa", "attention", "sparse_gqa"),
+            ("sparse_mla", "attention", "sparse_mla"),
+            ("verify_page_table", "block_table", "block_table"),
+            ("prefill_page_table", "block_table", "block_table"),
+            ("paged_attention", "block_table", "block_table"),
+            ("sample", "sampling", "sampling"),
+        ]
+        for implementation, module in (("reference", f"reference.{reference}"), ("triton", triton))
+    },
+)

@@ -7,6 +7,7 @@ do not depend on which other rows share its experts.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from skipstone.kernels.reference.gemm import linear
@@ -14,13 +15,20 @@ from skipstone.kernels.reference.pointwise import GatedActivation, sigmoid
 
 
 def route(
-    router_logits: Tensor, bias: Tensor, top_k: int, scaling: float, groups: int = 1, kept_groups: int = 1
+    router_logits: Tensor,
+    bias: Tensor,
+    top_k: int,
+    scaling: float,
+    groups: int = 1,
+    kept_groups: int = 1,
+    shared: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Pick `top_k` experts per row by sigmoid score + bias; weights are the unbiased scores, normalised, scaled.
 
     router_logits [T, E] float32, bias [E] float32. With groups > 1 only experts of the `kept_groups` groups survive
     whose two best biased scores have the largest sum (DeepSeek-V3, "noaux_tc"). Equal scores: lower id first.
-    Returns expert ids [T, top_k] int64 and weights [T, top_k] float32.
+    `shared` is an expert that every row takes last, with weight 1. Returns expert ids [T, top_k (+ 1)] int64 and
+    weights of the same shape, float32.
     """
     scores = sigmoid(router_logits)
     biased = scores + bias
@@ -32,7 +40,10 @@ def route(
         biased = grouped.masked_fill(dropped[..., None], -torch.inf).flatten(1)
     experts = _best_first(biased, top_k)
     weights = scores.gather(1, experts)
-    return experts, weights / (weights.sum(dim=-1, keepdim=True) + 1e-20) * scaling
+    weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20) * scaling
+    if shared is not None:
+        experts, weights = F.pad(experts, (0, 1), value=shared), F.pad(weights, (0, 1), value=1.0)
+    return experts, weights
 
 
 def _best_first(scores: Tensor, count: int) -> Tensor:
@@ -48,10 +59,12 @@ def experts_forward(
     down: Tensor,
     activation: GatedActivation,
     exact: bool,
+    out_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Weighted sum of each row's experts.
+    """Weighted sum of each row's experts, added up in float32.
 
-    x [T, H], experts [T, K] int64, weights [T, K] float32, gate_up [E, H, 2I], down [E, I, H]. Returns [T, H] float32.
+    x [T, H], experts [T, K] int64, weights [T, K] float32, gate_up [E, H, 2I], down [E, I, H].
+    Returns [T, H] in `out_dtype`.
     """
     top_k = experts.shape[1]
     chosen = experts.flatten()
@@ -72,4 +85,4 @@ def experts_forward(
     total = per_slot[:, 0]
     for slot in range(1, top_k):
         total = total + per_slot[:, slot]
-    return total
+    return total.to(out_dtype)

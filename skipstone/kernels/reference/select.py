@@ -9,9 +9,34 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from skipstone.core.batch import PAD
+from skipstone.core.batch import PAD, Span
+from skipstone.kernels.reference.index_scores import block_scores, token_scores
 
 LOWEST = torch.finfo(torch.float32).min
+
+
+def block_select(
+    index_q: Tensor, index_k_cache: Tensor, span: Span, unit: int, budget: int, init: int, local: int, exact: bool
+) -> Tensor:
+    """The blocks that each row and index head reads: scores and choice in one (MiniMax-M3).
+
+    index_q [R * n, G, D], index_k_cache [num_blocks, 1, block_size, D]. Returns [R * n, G, budget], see
+    `select_blocks`.
+    """
+    scores = block_scores(index_q, index_k_cache, span, unit, exact)
+    return select_blocks(scores, span.positions, unit, budget, init, local).flatten(0, 1)
+
+
+def token_select(
+    index_q: Tensor, head_weights: Tensor, index_k_cache: Tensor, span: Span, budget: int, exact: bool
+) -> Tensor:
+    """The tokens that each row reads: scores and choice in one (DeepSeek-V3.2).
+
+    index_q [R * n, HI, D], head_weights [R * n, HI] float32, index_k_cache [num_blocks, 1, block_size, D]. Returns
+    [R * n, 1, budget], see `select_tokens`.
+    """
+    scores = token_scores(index_q, head_weights, index_k_cache, span, exact)
+    return select_tokens(scores, span.positions, budget).flatten(0, 1)
 
 
 def select_blocks(scores: Tensor, positions: Tensor, unit: int, budget: int, init: int, local: int) -> Tensor:
