@@ -11,10 +11,10 @@ from skipstone.kernels.reference.pointwise import GatedActivation, Rotary, rms_n
 
 
 class HeadStore(NamedTuple):
-    """Heads `first` to `first + count - 1` of a projection go to `cache` [num_blocks, count, block_size, D]."""
+    """Heads `first` to `first + heads - 1` of a projection go to `cache` [num_blocks, heads, block_size, D]."""
 
     first: int
-    count: int
+    heads: int
     cache: Tensor
 
 
@@ -39,11 +39,11 @@ def norm_rotate_store(
     among all N. Returns [T, normed, D]; what stands there at heads that were stored is not specified.
     """
     normed = scaled_gain.shape[0]
-    heads = rotate(rms_norm(projected[:, :normed], scaled_gain, eps), rotary)
-    for first, count, cache in stores:
-        source = heads[:, first : first + count] if first < normed else projected[:, first : first + count]
+    rotated = rotate(rms_norm(projected[:, :normed], scaled_gain, eps), rotary)
+    for first, heads, cache in stores:
+        source = (rotated if first < normed else projected)[:, first : first + heads]
         store(source, cache, slot_block, slot_offset)
-    return heads
+    return rotated
 
 
 def gated(gate_up: Tensor, activation: GatedActivation) -> Tensor:
