@@ -16,7 +16,9 @@ from skipstone.core.batch import Batch, Selection
 from skipstone.core.kv_cache import CacheSpec, KVCache
 from skipstone.core.observer import Observer
 from skipstone.errors import UnsupportedError
-from skipstone.kernels.reference.kv_store import store
+from skipstone.kernels.ops import Ops, load_ops
+from skipstone.kernels.reference.norm_rope import HeadStore
+from skipstone.kernels.reference.pointwise import Rotary
 from skipstone.registry import ATTENTION
 
 # What a proposer's loop may ask of a group's metadata. "advance": follow a request row by row through the draft steps.
@@ -82,6 +84,7 @@ class LayerAttention(NamedTuple):
     layer: int
     batch: Batch
     cache: KVCache
+    ops: Ops
     attend: AttentionBackend
     attend_metadata: Any
     indexer: IndexBackend | None
@@ -92,7 +95,21 @@ class LayerAttention(NamedTuple):
         """Store whatever of `rows` is present at the batch's slots; all caches have one layout."""
         for name, values in zip(CacheRows._fields, rows, strict=True):
             if values is not None:
-                store(values, self.cache.get(self.layer, name), self.batch.slot_block, self.batch.slot_offset)
+                cache = self.cache.get(self.layer, name)
+                self.ops.store(values, cache, self.batch.slot_block, self.batch.slot_offset)
+
+    def norm_rotate_store(
+        self, projected: Tensor, scaled_gain: Tensor, eps: float, rotary: Rotary, places: dict[str, int]
+    ) -> Tensor:
+        """Norm and rotate the first heads of projected [T, N, D], and store those that this layer caches.
+
+        `places`: the first head of every branch by name, among them the caches' names. Returns the normed heads; what
+        stands there at heads that were stored is not specified.
+        """
+        caches = self.cache.layers[self.layer]
+        stores = tuple(HeadStore(places[name], cache.shape[1], cache) for name, cache in caches.items())
+        slots = (self.batch.slot_block, self.batch.slot_offset)
+        return self.ops.norm_rotate_store(projected, scaled_gain, eps, rotary, stores, *slots)
 
     def select(self, query: IndexQuery) -> Selection:
         """The keys that each row reads. Only for layers with an indexer."""
@@ -120,12 +137,19 @@ class AttentionGroups:
     observer: Observer | None = None
 
     def __init__(
-        self, specs: list[CacheSpec], cache: KVCache, scale: float, sparse: SparseSettings | None, exact: bool
+        self,
+        specs: list[CacheSpec],
+        cache: KVCache,
+        scale: float,
+        sparse: SparseSettings | None,
+        exact: bool,
+        ops: Ops | None = None,
     ) -> None:
         self.cache = cache
+        self.ops = ops or load_ops("reference")
         names = {spec.group: spec.backend for spec in specs}
         self.backends: dict[str, GroupBackend] = {
-            group: ATTENTION.load(name)(scale, exact, sparse) for group, name in names.items()
+            group: ATTENTION.load(name)(scale, exact, sparse, self.ops) for group, name in names.items()
         }
         self.layers: dict[int, tuple[str, str | None]] = {}
         for spec in specs:
@@ -144,7 +168,7 @@ class AttentionGroups:
             assert index is None or isinstance(index, IndexBackend)
             index_metadata = per_group[index_group] if index_group else None
             per_layer[layer] = LayerAttention(
-                layer, batch, self.cache, attend, per_group[group], index, index_metadata, self.observer
+                layer, batch, self.cache, self.ops, attend, per_group[group], index, index_metadata, self.observer
             )
         return AttentionStep(per_group, per_layer)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from skipstone.attention.backend import Feature, SparseSettings
 from skipstone.core.batch import Batch, Selection
 from skipstone.core.kv_cache import KVCache
-from skipstone.kernels.reference.attention import dense_attention
+from skipstone.kernels.ops import Ops
 
 
 class DenseMetadata(NamedTuple):
@@ -24,9 +24,10 @@ class DenseBackend:
 
     features: ClassVar[frozenset[Feature]] = frozenset({"advance", "in_block"})
 
-    def __init__(self, scale: float, exact: bool, settings: SparseSettings | None = None) -> None:
+    def __init__(self, scale: float, exact: bool, settings: SparseSettings | None, ops: Ops) -> None:
         self.scale = scale
         self.exact = exact
+        self.ops = ops
 
     def plan(self, batch: Batch) -> DenseMetadata:
         """Keep the step's spans."""
@@ -38,5 +39,5 @@ class DenseBackend:
         """q [T, H, D] -> [T, H, D]."""
         keys, values = cache.get(layer, "k"), cache.get(layer, "v")
         spans = metadata.batch.spans
-        parts = [dense_attention(q[span.rows], keys, values, span, self.scale, self.exact) for span in spans]
+        parts = [self.ops.dense_attention(q[span.rows], keys, values, span, self.scale, self.exact) for span in spans]
         return parts[0] if len(parts) == 1 else torch.cat(parts)

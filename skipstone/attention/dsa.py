@@ -11,9 +11,9 @@ from torch import Tensor
 from skipstone.attention.backend import Feature, IndexQuery, SparseSettings
 from skipstone.core.batch import Batch, Selection
 from skipstone.core.kv_cache import KVCache
+from skipstone.kernels.ops import Ops
 from skipstone.kernels.reference.attention import SelectedKeys, locate_tokens, token_sparse_attention
-from skipstone.kernels.reference.index_scores import token_scores
-from skipstone.kernels.reference.select import select_all, select_tokens
+from skipstone.kernels.reference.select import select_all
 
 
 class TokenIndexMetadata(NamedTuple):
@@ -36,9 +36,10 @@ class TokenIndexBackend:
 
     features: ClassVar[frozenset[Feature]] = frozenset({"advance"})
 
-    def __init__(self, scale: float, exact: bool, settings: SparseSettings) -> None:
+    def __init__(self, scale: float, exact: bool, settings: SparseSettings, ops: Ops) -> None:
         self.exact = exact
         self.settings = settings
+        self.ops = ops
 
     def plan(self, batch: Batch) -> TokenIndexMetadata:
         """Everything is selected when all of it fits the budget."""
@@ -52,11 +53,10 @@ class TokenIndexBackend:
         if metadata.everything is not None:
             return metadata.everything
         assert index.weights is not None
-        parts = []
+        index_k, parts = cache.get(layer, "index_k"), []
         for span in metadata.batch.spans:
-            index_k = cache.get(layer, "index_k")
-            scores = token_scores(index.q[span.rows], index.weights[span.rows], index_k, span, self.exact)
-            parts.append(select_tokens(scores, span.positions, self.settings.budget).flatten(0, 1))
+            queries = (index.q[span.rows], index.weights[span.rows])
+            parts.append(self.ops.token_select(*queries, index_k, span, self.settings.budget, self.exact))
         return Selection(parts[0] if len(parts) == 1 else torch.cat(parts), 1)
 
 
@@ -65,10 +65,11 @@ class TokenSparseBackend:
 
     features: ClassVar[frozenset[Feature]] = frozenset({"advance"})
 
-    def __init__(self, scale: float, exact: bool, settings: SparseSettings) -> None:
+    def __init__(self, scale: float, exact: bool, settings: SparseSettings, ops: Ops) -> None:
         self.scale = scale
         self.exact = exact
         self.settings = settings
+        self.ops = ops
 
     def plan(self, batch: Batch) -> SelectedTokensMetadata:
         """Keep the step's block tables."""
@@ -79,6 +80,13 @@ class TokenSparseBackend:
     ) -> Tensor:
         """Absorbed queries [T, H, latent width] -> [T, H, value width] over the selected latents."""
         assert selection is not None
+        if not self.ops.is_reference:
+            latents, parts = cache.get(layer, "latent"), []
+            for span in metadata.batch.spans:
+                indices = selection.indices[span.rows]
+                settings = (span, self.settings.value_width, self.scale, self.exact)
+                parts.append(self.ops.sparse_mla(q[span.rows], latents, indices, *settings))
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
         if metadata.located is None or metadata.located[0] is not selection:
             located = locate_tokens(selection.indices[:, 0], metadata.batch.row_block_table, cache.block_size)
             metadata.located = (selection, located)

@@ -11,9 +11,9 @@ from torch import Tensor
 from skipstone.attention.backend import Feature, IndexQuery, SparseSettings
 from skipstone.core.batch import Batch, Selection
 from skipstone.core.kv_cache import KVCache
+from skipstone.kernels.ops import Ops
 from skipstone.kernels.reference.attention import SelectedKeys, block_sparse_attention, locate_blocks
-from skipstone.kernels.reference.index_scores import block_scores
-from skipstone.kernels.reference.select import select_all, select_blocks
+from skipstone.kernels.reference.select import select_all
 
 
 class BlockIndexMetadata(NamedTuple):
@@ -36,9 +36,10 @@ class BlockIndexBackend:
 
     features: ClassVar[frozenset[Feature]] = frozenset({"advance"})
 
-    def __init__(self, scale: float, exact: bool, settings: SparseSettings) -> None:
+    def __init__(self, scale: float, exact: bool, settings: SparseSettings, ops: Ops) -> None:
         self.exact = exact
         self.settings = settings
+        self.ops = ops
 
     def plan(self, batch: Batch) -> BlockIndexMetadata:
         """Everything is selected when all of it fits the budget."""
@@ -55,8 +56,8 @@ class BlockIndexBackend:
         unit, budget, init, local, _, _ = self.settings
         parts = []
         for span in metadata.batch.spans:
-            scores = block_scores(index.q[span.rows], cache.get(layer, "index_k"), span, unit, self.exact)
-            parts.append(select_blocks(scores, span.positions, unit, budget, init, local).flatten(0, 1))
+            keys, settings = cache.get(layer, "index_k"), (span, unit, budget, init, local, self.exact)
+            parts.append(self.ops.block_select(index.q[span.rows], keys, *settings))
         return Selection(parts[0] if len(parts) == 1 else torch.cat(parts), unit)
 
 
@@ -65,10 +66,10 @@ class BlockSparseBackend:
 
     features: ClassVar[frozenset[Feature]] = frozenset({"advance"})
 
-    def __init__(self, scale: float, exact: bool, settings: SparseSettings) -> None:
+    def __init__(self, scale: float, exact: bool, settings: SparseSettings, ops: Ops) -> None:
         self.scale = scale
         self.exact = exact
-        self.settings = settings
+        self.ops = ops
 
     def plan(self, batch: Batch) -> SelectedBlocksMetadata:
         """Keep the step's block tables."""
@@ -80,6 +81,12 @@ class BlockSparseBackend:
         """q [T, H, D] -> [T, H, D] over the selected blocks."""
         assert selection is not None
         keys, values = cache.get(layer, "k"), cache.get(layer, "v")
+        if not self.ops.is_reference:
+            parts = []
+            for span in metadata.batch.spans:
+                indices, settings = selection.indices[span.rows], (selection.unit, span, self.scale, self.exact)
+                parts.append(self.ops.sparse_gqa(q[span.rows], keys, values, indices, *settings))
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
         if metadata.located is None or metadata.located[0] is not selection:
             batch = metadata.batch
             table, size = batch.row_block_table, cache.block_size

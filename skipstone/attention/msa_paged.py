@@ -15,12 +15,11 @@ from torch import Tensor
 from skipstone.attention.backend import Feature, SparseSettings
 from skipstone.core.batch import Batch, Selection
 from skipstone.core.kv_cache import KVCache
+from skipstone.kernels.ops import Ops
 from skipstone.kernels.reference.block_table import (
     PAGE_SIZE,
     PageTable,
-    paged_attention,
     pages_per_unit,
-    verify_page_table,
 )
 
 
@@ -37,10 +36,11 @@ class PagedBlockSparseBackend:
 
     features: ClassVar[frozenset[Feature]] = frozenset({"advance"})
 
-    def __init__(self, scale: float, exact: bool, settings: SparseSettings) -> None:
+    def __init__(self, scale: float, exact: bool, settings: SparseSettings, ops: Ops) -> None:
         pages_per_unit(settings.unit)  # refuses, at start-up, blocks that pages do not fill
         self.scale = scale
         self.exact = exact
+        self.ops = ops
 
     def plan(self, batch: Batch) -> PagedBlocksMetadata:
         """Keep the step's block tables; page tables need a selection."""
@@ -53,8 +53,9 @@ class PagedBlockSparseBackend:
         assert selection is not None
         keys, values = cache.get(layer, "k"), cache.get(layer, "v")
         if metadata.tables is None or metadata.tables[0] is not selection:
-            metadata.tables = (selection, page_tables(selection, metadata.batch, keys))
-        return paged_attention(q, page_view(keys), page_view(values), metadata.tables[1], self.scale, self.exact)
+            metadata.tables = (selection, page_tables(selection, metadata.batch, keys, self.ops))
+        pages = (page_view(keys), page_view(values))
+        return self.ops.paged_attention(q, *pages, metadata.tables[1], self.scale, self.exact)
 
 
 def page_view(cache: Tensor) -> Tensor:
@@ -69,7 +70,7 @@ def page_view(cache: Tensor) -> Tensor:
     return cache.as_strided((num_pages, heads, PAGE_SIZE, width), (PAGE_SIZE * width, block_size * width, width, 1))
 
 
-def page_tables(selection: Selection, batch: Batch, cache: Tensor) -> PageTable:
+def page_tables(selection: Selection, batch: Batch, cache: Tensor, ops: Ops) -> PageTable:
     """The page table of every row for the `page_view` of a cache of this shape.
 
     Each span is a number of requests with equally many rows that end at seq_lens, be they one token, a token and its
@@ -84,7 +85,7 @@ def page_tables(selection: Selection, batch: Batch, cache: Tensor) -> PageTable:
         units = (span.block_table[:, :, None] * (heads * per_head) + place).flatten(1)  # [R, blocks * per_head]
         seq_lens = batch.seq_lens[span.requests]
         indices = selection.indices[span.rows]
-        parts.append(verify_page_table(indices, units, seq_lens, span.query_len, unit, pages_per_unit(unit)))
+        parts.append(ops.verify_page_table(indices, units, seq_lens, span.query_len, unit, pages_per_unit(unit)))
     if len(parts) == 1:
         return parts[0]
     return PageTable(torch.cat([part.pages for part in parts]), torch.cat([part.context_lens for part in parts]))

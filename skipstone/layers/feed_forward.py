@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from skipstone.kernels.reference.moe import experts_forward, route
+from skipstone.kernels.ops import OpsModule
 from skipstone.kernels.reference.pointwise import GatedActivation
 from skipstone.layers.linear import Linear
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(OpsModule):
     """down(activation([gate | up] x)); gate and up are one product."""
 
     def __init__(
@@ -24,7 +23,7 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, H] -> [T, H]."""
-        return self.down(self.activation(self.gate_up(x)))
+        return self.down(self.ops.gated(self.gate_up(x), self.activation))
 
     def weight_slots(self, prefix: str) -> dict[str, Tensor]:
         """Checkpoint name -> the view it fills."""
@@ -36,7 +35,7 @@ def _gated_slots(prefix: str, gate_up: Tensor, down: Tensor) -> dict[str, Tensor
     return {f"{prefix}.gate_proj.weight": gate, f"{prefix}.up_proj.weight": up, f"{prefix}.down_proj.weight": down}
 
 
-class Router(nn.Module):
+class Router(OpsModule):
     """Float32 scores of every expert, and which ones a row takes. See `kernels.reference.moe.route`."""
 
     def __init__(
@@ -48,12 +47,13 @@ class Router(nn.Module):
         self.top_k, self.scaling = top_k, scaling
         self.groups, self.kept_groups = groups, kept_groups
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """[T, H] -> expert ids [T, top_k] int64, weights [T, top_k] float32."""
-        return route(self.scores(x), self.bias, self.top_k, self.scaling, self.groups, self.kept_groups)
+    def forward(self, x: Tensor, shared: int | None = None) -> tuple[Tensor, Tensor]:
+        """[T, H] -> expert ids [T, top_k] int64, weights [T, top_k] float32; with `shared` one more of weight 1."""
+        settings = (self.top_k, self.scaling, self.groups, self.kept_groups)
+        return self.ops.route(self.scores(x), self.bias, *settings, shared)
 
 
-class MixtureOfExperts(nn.Module):
+class MixtureOfExperts(OpsModule):
     """Routed experts plus a shared expert that every row takes with weight 1.
 
     A shared expert of the routed experts' width is stored behind them and runs with them, which saves its launches.
@@ -81,15 +81,12 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, H] -> [T, H]."""
-        experts, weights = self.router(x)
-        if self.fused:
-            experts = F.pad(experts, (0, 1), value=self.routed)
-            weights = F.pad(weights, (0, 1), value=1.0)
+        experts, weights = self.router(x, self.routed if self.fused else None)
         exact = self.router.scores.exact
-        out = experts_forward(x, experts, weights, self.gate_up, self.down, self.activation, exact)
-        if self.shared is not None:
-            out = out + self.shared(x)
-        return out.to(x.dtype)
+        out_dtype = x.dtype if self.shared is None else torch.float32
+        settings = (self.activation, exact, out_dtype)
+        out = self.ops.experts_forward(x, experts, weights, self.gate_up, self.down, *settings)
+        return out if self.shared is None else (out + self.shared(x)).to(x.dtype)
 
     def shared_slots(self, prefix: str) -> dict[str, Tensor]:
         """Checkpoint name -> view for the shared expert."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from skipstone.kernels.reference.gemm import linear, pack_weight, packed_linear, packing_is_exact
-from skipstone.kernels.reference.pointwise import layer_norm, rms_norm
+from skipstone.kernels.ops import OpsModule
+from skipstone.kernels.reference.gemm import pack_weight, packed_linear, packing_is_exact
 
 
-class Linear(nn.Module):
+class Linear(OpsModule):
     """x [T, in] -> [T, out] without bias; rows are bit-independent of each other when `exact`.
 
     The weight is stored as [in, out], see `kernels.reference.gemm`; `hub_weight` is its view as checkpoints store it.
@@ -27,10 +27,10 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, in] -> [T, out] in the weight's dtype."""
-        return linear(x.to(self.weight.dtype), self.weight, self.exact)
+        return self.ops.linear(x, self.weight, self.exact)
 
 
-class OutputLinear(nn.Module):
+class OutputLinear(OpsModule):
     """The product with the vocabulary, [L, in] -> [L, out]: the one large matrix that every step reads for few rows.
 
     The weight is packed for oneDNN where that gives row-independent bits on this machine, which then also costs no
@@ -45,7 +45,9 @@ class OutputLinear(nn.Module):
 
     def after_load(self) -> None:
         """Pack the weight, once, and let go of the plain one."""
-        if packing_is_exact(*self.weight.shape, self.weight.dtype, torch.get_num_threads()):
+        if self.weight.is_cuda:
+            self.weight = nn.Parameter(self.weight.t().contiguous(), requires_grad=False)
+        elif packing_is_exact(*self.weight.shape, self.weight.dtype, torch.get_num_threads()):
             self.packed = pack_weight(self.weight)
             del self.weight
         else:
@@ -53,10 +55,10 @@ class OutputLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[L, in] -> [L, out] in x's dtype."""
-        return linear(x, self.weight, self.exact) if self.packed is None else packed_linear(x, self.packed)
+        return self.ops.linear(x, self.weight, self.exact) if self.packed is None else packed_linear(x, self.packed)
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(OpsModule):
     """Root-mean-square norm over the last dimension with a float32 gain.
 
     `offset` 1 is the Gemma form of MiniMax-M3: stored weights are zero-centred, the gain is 1 + weight.
@@ -74,10 +76,14 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., D] -> [..., D] in x's dtype."""
-        return rms_norm(x, self.weight, self.eps)
+        return self.ops.rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """x + residual, and the norm of it."""
+        return self.ops.add_rms_norm(x, residual, self.weight, self.eps)
 
 
-class LayerNorm(nn.Module):
+class LayerNorm(OpsModule):
     """Mean-and-variance norm with weight and bias in float32 (the indexer's keys of DeepSeek-V3.2)."""
 
     def __init__(self, width: int, eps: float) -> None:
@@ -88,4 +94,4 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., D] -> [..., D] in x's dtype."""
-        return layer_norm(x, self.weight, self.bias, self.eps)
+        return self.ops.layer_norm(x, self.weight, self.bias, self.eps)

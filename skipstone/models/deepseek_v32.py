@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from skipstone.attention.backend import AttentionStep, CacheRows, IndexQuery, SparseSettings
 from skipstone.core.batch import Batch
 from skipstone.core.kv_cache import CacheSpec, CacheTensorSpec
-from skipstone.kernels.reference.gemm import bmm
-from skipstone.kernels.reference.pointwise import SILU, Rotary, rotate
+from skipstone.kernels.ops import OpsModule
+from skipstone.kernels.reference.pointwise import SILU, Rotary
 from skipstone.layers.feed_forward import GatedMLP, MixtureOfExperts, Router
 from skipstone.layers.linear import LayerNorm, Linear, OutputLinear, RMSNorm
 from skipstone.layers.rotary import RotaryTable, Yarn, rotary_table
@@ -149,7 +149,7 @@ class Rotaries(NamedTuple):
     indexer: Rotary
 
 
-class LightningIndexer(nn.Module):
+class LightningIndexer(OpsModule):
     """Scores earlier tokens from the layer's input and its latent query."""
 
     def __init__(self, config: DeepseekV32Config, exact: bool) -> None:
@@ -161,15 +161,15 @@ class LightningIndexer(nn.Module):
 
     def query(self, x: Tensor, projected_q: Tensor, rotary: Rotary) -> IndexQuery:
         """x [T, H], projected_q [T, HI * DI] -> rotated queries [T, HI, DI] and head weights [T, HI] float32."""
-        q = rotate(projected_q.view(x.shape[0], -1, self.config.index_dim), rotary)
+        q = self.ops.rotate(projected_q.view(x.shape[0], -1, self.config.index_dim), rotary)
         return IndexQuery(q, self.head_weights(x).mul_(self.weight_scale))
 
     def key(self, projected_k: Tensor, rotary: Rotary) -> Tensor:
         """projected_k [T, DI] -> the cached index key [T, 1, DI]."""
-        return rotate(self.k_norm(projected_k)[:, None], rotary)
+        return self.ops.rotate(self.k_norm(projected_k)[:, None], rotary)
 
 
-class Attention(nn.Module):
+class Attention(OpsModule):
     """MLA in its absorbed form over selected latents."""
 
     def __init__(self, config: DeepseekV32Config, layer: int, dtype: torch.dtype, exact: bool) -> None:
@@ -191,15 +191,15 @@ class Attention(nn.Module):
         config, rows, attend = self.config, x.shape[0], attention.per_layer[self.layer]
         latent_q, latent, rope_k, index_k = self.in_proj(x).split(self.in_widths, dim=-1)
         q, index_q = self.q_up(self.q_norm(latent_q)).split(self.q_widths, dim=-1)
-        latent_row = torch.cat([self.kv_norm(latent)[:, None], rotate(rope_k[:, None], rotary.mla)], dim=-1)
+        latent_row = torch.cat([self.kv_norm(latent)[:, None], self.ops.rotate(rope_k[:, None], rotary.mla)], dim=-1)
         attend.write(CacheRows(latent=latent_row, index_k=self.indexer.key(index_k, rotary.indexer)))
         selection = attend.select(self.indexer.query(x, index_q, rotary.indexer))
         nope_q, rope_q = q.view(rows, config.heads, -1).split([config.nope_dim, config.rope_dim], dim=-1)
         key_up, value_up = self.kv_up.split([config.nope_dim, config.value_dim], dim=1)  # [H, nope | value, kv_rank]
-        absorbed = bmm(nope_q.transpose(0, 1), key_up, self.exact).transpose(0, 1)  # [T, H, kv_rank]
-        query = torch.cat([absorbed, rotate(rope_q, rotary.mla)], dim=-1)
+        absorbed = self.ops.bmm(nope_q.transpose(0, 1), key_up, self.exact).transpose(0, 1)  # [T, H, kv_rank]
+        query = torch.cat([absorbed, self.ops.rotate(rope_q, rotary.mla)], dim=-1)
         latent_out = attend.run(query, selection)  # [T, H, kv_rank]
-        out = bmm(latent_out.transpose(0, 1), value_up.transpose(1, 2), self.exact).transpose(0, 1)
+        out = self.ops.bmm(latent_out.transpose(0, 1), value_up.transpose(1, 2), self.exact).transpose(0, 1)
         return self.o_proj(out.reshape(rows, -1))
 
     def cache_specs(self) -> list[CacheSpec]:
@@ -260,10 +260,13 @@ class DecoderLayer(nn.Module):
             width = config.expert_intermediate * config.shared_experts
             self.ffn = MixtureOfExperts(hidden, config.expert_intermediate, width, router, SILU, dtype)
 
-    def forward(self, x: Tensor, rotary: Rotaries, attention: AttentionStep) -> Tensor:
-        """[T, H] -> [T, H]."""
-        x = x + self.attention(self.attention_norm(x), rotary, attention)
-        return x + self.ffn(self.ffn_norm(x))
+    def forward(
+        self, x: Tensor, update: Tensor | None, rotary: Rotaries, attention: AttentionStep
+    ) -> tuple[Tensor, Tensor]:
+        """Stream x [T, H] and the last layer's update of it, yet to be added -> the same of this layer."""
+        x, normed = (x, self.attention_norm(x)) if update is None else self.attention_norm.add(x, update)
+        x, normed = self.ffn_norm.add(x, self.attention(normed, rotary, attention))
+        return x, self.ffn(normed)
 
     def weight_slots(self, prefix: str) -> dict[str, Tensor]:
         """Checkpoint name -> the view it fills."""
@@ -306,14 +309,17 @@ class DeepseekV32(CausalLM):
         """States of every row, see CausalLM."""
         x = self.embed[batch.input_ids]
         rotary = Rotaries(self.mla_rotary(batch.positions), self.index_rotary(batch.positions))
+        update: Tensor | None = None
         tapped = []
         for i, layer in enumerate(self.layers):
             if i in taps:
-                tapped.append(x)
-            x = layer(x, rotary, attention)
+                tapped.append(x if update is None else x + update)
+            x, update = layer(x, update, rotary, attention)
+        assert update is not None
+        x, normed = self.norm.add(x, update)
         if len(self.layers) in taps:
             tapped.append(x)
-        return HiddenStates(self.norm(x), tuple(tapped))
+        return HiddenStates(normed, tuple(tapped))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[L, H] -> [L, V] float32."""

@@ -82,7 +82,8 @@ class DeepseekV32Mtp(DraftHead):
         embedded = part.embed_norm(self.embed[batch.input_ids])
         x = part.projection(torch.cat([embedded, part.hidden_norm(hidden)], dim=-1))
         rotary = Rotaries(self.mla_rotary(batch.positions), self.index_rotary(batch.positions))
-        return part.layer(x, rotary, attention)
+        x, update = part.layer(x, None, rotary, attention)
+        return x + update
 
     def recycled(self, states: Tensor, module: int = 0) -> Tensor:
         """The normalised states."""

@@ -17,7 +17,8 @@ from skipstone.attention.backend import AttentionStep, CacheRows
 from skipstone.core.batch import Batch
 from skipstone.core.kv_cache import CacheSpec
 from skipstone.errors import ConfigError
-from skipstone.kernels.reference.pointwise import SILU, Rotary, rotate
+from skipstone.kernels.ops import OpsModule
+from skipstone.kernels.reference.pointwise import SILU, Rotary
 from skipstone.layers.feed_forward import GatedMLP
 from skipstone.layers.linear import Linear, RMSNorm
 from skipstone.layers.rotary import RotaryTable, rotary_table
@@ -68,7 +69,7 @@ def read_dflash(raw: dict[str, Any], target: ModelConfig, where: str) -> DflashC
     )
 
 
-class DflashLayer(nn.Module):
+class DflashLayer(OpsModule):
     """One decoder layer; keys and values have a projection of their own, as committed rows need nothing else."""
 
     def __init__(self, config: DraftLayerConfig, index: int, dtype: torch.dtype, exact: bool) -> None:
@@ -87,14 +88,14 @@ class DflashLayer(nn.Module):
     def write(self, x: Tensor, rotary: Rotary, attention: AttentionStep) -> None:
         """Keys and values of x [T, H]: features of committed rows, or normalised states of block rows."""
         k, v = self.kv_proj(x).view(len(x), -1, self.head_dim).split(self.kv_heads, dim=1)
-        attention.per_layer[self.index].write(CacheRows(rotate(self.k_norm(k), rotary), v))
+        attention.per_layer[self.index].write(CacheRows(self.ops.rotate(self.k_norm(k), rotary), v))
 
     def forward(self, x: Tensor, rotary: Rotary, attention: AttentionStep) -> Tensor:
         """[T, H] -> [T, H]."""
         normed = self.attention_norm(x)
         self.write(normed, rotary, attention)
         q = self.q_norm(self.q_proj(normed).view(len(x), -1, self.head_dim))
-        out = attention.per_layer[self.index].run(rotate(q, rotary), None)
+        out = attention.per_layer[self.index].run(self.ops.rotate(q, rotary), None)
         x = x + self.o_proj(out.reshape(len(x), -1))
         return x + self.ffn(self.ffn_norm(x))
 

@@ -17,7 +17,8 @@ from skipstone.attention.backend import AttentionStep, CacheRows
 from skipstone.core.batch import Batch
 from skipstone.core.kv_cache import CacheSpec
 from skipstone.errors import CheckpointError, ConfigError
-from skipstone.kernels.reference.pointwise import SILU, Rotary, rotate
+from skipstone.kernels.ops import OpsModule
+from skipstone.kernels.reference.pointwise import SILU, Rotary
 from skipstone.layers.feed_forward import GatedMLP
 from skipstone.layers.linear import Linear, OutputLinear, RMSNorm
 from skipstone.layers.rotary import RotaryTable, rotary_table
@@ -89,7 +90,7 @@ def _taps(reader: ConfigReader, num_layers: int) -> tuple[int, ...]:
     return tuple(sorted(usual))
 
 
-class Eagle3Layer(nn.Module):
+class Eagle3Layer(OpsModule):
     """The decoder layer: attention reads embedding and state side by side."""
 
     def __init__(self, config: Eagle3Config, dtype: torch.dtype, exact: bool) -> None:
@@ -111,8 +112,8 @@ class Eagle3Layer(nn.Module):
         normed = self.hidden_norm(hidden)
         projected = self.qkv(torch.cat([self.embed_norm(embedded), normed], dim=-1))
         q, k, v = projected.view(len(hidden), -1, self.head_dim).split(self.head_counts, dim=1)
-        attend.write(CacheRows(rotate(k, rotary), v))
-        out = attend.run(rotate(q, rotary), None)
+        attend.write(CacheRows(self.ops.rotate(k, rotary), v))
+        out = attend.run(self.ops.rotate(q, rotary), None)
         x = (normed if self.norm_before_residual else hidden) + self.o_proj(out.reshape(len(hidden), -1))
         return x + self.ffn(self.ffn_norm(x))
 

@@ -7,15 +7,17 @@ rotary on the first four; caches written; the index heads choose blocks, one set
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from skipstone.attention.backend import AttentionStep, CacheRows, IndexQuery, SparseSettings
+from skipstone.attention.backend import AttentionStep, IndexQuery, SparseSettings
 from skipstone.core.batch import Batch
 from skipstone.core.kv_cache import CacheSpec, CacheTensorSpec
-from skipstone.kernels.reference.pointwise import GatedActivation, Rotary, rms_norm, rotate
+from skipstone.kernels.ops import OpsModule
+from skipstone.kernels.reference.pointwise import GatedActivation, Rotary
 from skipstone.layers.feed_forward import GatedMLP, MixtureOfExperts, Router
 from skipstone.layers.linear import Linear, OutputLinear, RMSNorm
 from skipstone.layers.rotary import RotaryTable, rotary_table
@@ -138,7 +140,7 @@ def read_minimax_m3(raw: dict[str, Any]) -> MiniMaxM3Config:
     )
 
 
-class HeadNorm(nn.Module):
+class HeadNorm(OpsModule):
     """Gemma RMS norm of every head; heads of one kind (q, k, index q, index k) share a weight of head_dim values."""
 
     def __init__(self, head_counts: list[int], head_dim: int, eps: float) -> None:
@@ -151,10 +153,6 @@ class HeadNorm(nn.Module):
         counts = torch.tensor(self.head_counts, device=self.weight.device)
         gain = (self.weight + 1.0) * self.weight.shape[-1] ** 0.5
         self.scaled_gain = gain.repeat_interleave(counts, dim=0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [T, heads, head_dim] -> the same shape."""
-        return rms_norm(x, self.scaled_gain, self.eps)
 
 
 class Attention(nn.Module):
@@ -175,12 +173,11 @@ class Attention(nn.Module):
         attend = attention.per_layer[self.layer]
         projected = self.in_proj(x).view(x.shape[0], -1, self.config.head_dim)
         normed = sum(self.head_counts)
-        heads = rotate(self.norm(projected[:, :normed]), rotary)
-        branches = dict(zip(self.kinds, heads.split(self.head_counts, dim=1), strict=True))
-        q = branches["q"]
-        attend.write(CacheRows(branches["k"], projected[:, normed:], None, branches.get("index_k")))
+        places = dict(zip([*self.kinds, "v"], accumulate([0, *self.head_counts]), strict=True))
+        heads = attend.norm_rotate_store(projected, self.norm.scaled_gain, self.norm.eps, rotary, places)
+        branches = dict(zip(self.kinds, heads[:, :normed].split(self.head_counts, dim=1), strict=True))
         selection = attend.select(IndexQuery(branches["index_q"])) if self.sparse else None
-        out = attend.run(q, selection)
+        out = attend.run(branches["q"], selection)
         return self.o_proj(out.reshape(x.shape[0], -1))
 
     def cache_specs(self) -> list[CacheSpec]:
@@ -230,10 +227,13 @@ class DecoderLayer(nn.Module):
         else:
             self.ffn = GatedMLP(hidden, config.dense_intermediate, activation, dtype, exact)
 
-    def forward(self, x: Tensor, rotary: Rotary, attention: AttentionStep) -> Tensor:
-        """[T, H] -> [T, H]."""
-        x = x + self.attention(self.attention_norm(x), rotary, attention)
-        return x + self.ffn(self.ffn_norm(x))
+    def forward(
+        self, x: Tensor, update: Tensor | None, rotary: Rotary, attention: AttentionStep
+    ) -> tuple[Tensor, Tensor]:
+        """Stream x [T, H] and the last layer's update of it, yet to be added -> the same of this layer."""
+        x, normed = (x, self.attention_norm(x)) if update is None else self.attention_norm.add(x, update)
+        x, normed = self.ffn_norm.add(x, self.attention(normed, rotary, attention))
+        return x, self.ffn(normed)
 
     def weight_slots(self, prefix: str) -> dict[str, Tensor]:
         """Checkpoint name -> the view it fills."""
@@ -276,14 +276,17 @@ class MiniMaxM3(CausalLM):
         """States of every row, see CausalLM."""
         x = self.embed[batch.input_ids]
         rotary = self.rotary(batch.positions)
+        update: Tensor | None = None
         tapped = []
         for i, layer in enumerate(self.layers):
             if i in taps:
-                tapped.append(x)
-            x = layer(x, rotary, attention)
+                tapped.append(x if update is None else x + update)
+            x, update = layer(x, update, rotary, attention)
+        assert update is not None
+        x, normed = self.norm.add(x, update)
         if len(self.layers) in taps:
             tapped.append(x)
-        return HiddenStates(self.norm(x), tuple(tapped))
+        return HiddenStates(normed, tuple(tapped))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[L, H] -> [L, V] float32."""

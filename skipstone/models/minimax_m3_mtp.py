@@ -82,7 +82,8 @@ class MiniMaxM3Mtp(DraftHead):
         part = self.mtp[module]
         embedded = self.embed[batch.input_ids].masked_fill((batch.positions == 0)[:, None], 0)
         x = part.projection(torch.cat([part.embed_norm(embedded), part.hidden_norm(hidden)], dim=-1))
-        return part.layer(x, self.rotary(batch.positions), attention)
+        x, update = part.layer(x, None, self.rotary(batch.positions), attention)
+        return x + update
 
     def recycled(self, states: Tensor, module: int = 0) -> Tensor:
         """The normalised states."""

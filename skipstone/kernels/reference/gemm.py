@@ -86,7 +86,8 @@ def _pad_count(rows: int, k: int, n: int, dtype: torch.dtype, batched: bool) -> 
 
 
 def linear(x: Tensor, weight: Tensor, exact: bool) -> Tensor:
-    """x [T, K] times weight [K, N]: [T, N]. With `exact`, a row's bits do not depend on T."""
+    """x [T, K] times weight [K, N]: [T, N] in the weight's dtype. With `exact`, a row's bits do not depend on T."""
+    x = x.to(weight.dtype)
     rows = x.shape[0]
     extra = _pad_count(rows, weight.shape[0], weight.shape[1], x.dtype, batched=False) if exact else 0
     if not extra:
