@@ -437,7 +437,6 @@ class TestErrors:
             ({"top_logprobs": 3}, "top_logprobs"),
             ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
             ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-            ({"response_format": {"type": "json_object"}}, "response_format"),
             ({"reasoning_effort": "high"}, "reasoning_effort"),
         ],
     )

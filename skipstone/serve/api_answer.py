@@ -12,7 +12,6 @@ from starlette.types import Receive, Scope, Send
 
 from skipstone.errors import SkipstoneError
 from skipstone.serve.api_errors import ApiError, ClientLeft, from_engine, timed_out
-from skipstone.serve.api_jobs import API_NAMES
 from skipstone.serve.api_writers import Writer
 from skipstone.serve.generation import Delta, Generation, Job, Timing
 from skipstone.serve.service import Service
@@ -89,7 +88,7 @@ async def _translated(generation: Generation) -> AsyncIterator[list[Delta]]:
         async for ready in generation:
             yield ready
     except SkipstoneError as error:
-        raise from_engine(error, API_NAMES) from None
+        raise from_engine(error, generation.job.names) from None
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from skipstone.errors import SkipstoneError
 
 INVALID = "invalid_request_error"
 # How a message of the engine begins when it is about one parameter.
-_PARAMETER = re.compile(r"([a-z_]+)(?:=|\[| contains )")
+_PARAMETER = re.compile(r"([a-z_]+)(?:=|\[| contains | cannot be used| needs )")
 
 
 class ErrorBody(msgspec.Struct):

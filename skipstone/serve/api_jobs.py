@@ -8,6 +8,7 @@ from skipstone.core.request import SamplingParams
 from skipstone.errors import SkipstoneError
 from skipstone.serve.api_errors import ApiError, bad_request, from_engine
 from skipstone.serve.api_requests import ChatRequest, CompletionRequest, Content, Sampling
+from skipstone.serve.api_structured import Constraint, constraint
 from skipstone.serve.generation import Job
 from skipstone.serve.service import Service
 
@@ -58,7 +59,10 @@ async def _job(
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options needs stream=true", "stream_options")
     _check_lengths(service, prompts, max_tokens, "messages" if isinstance(body, ChatRequest) else "prompt")
-    params = _params(service, body, wanted | {"max_tokens": default_max_tokens if max_tokens is None else max_tokens})
+    wanted = wanted | {"max_tokens": default_max_tokens if max_tokens is None else max_tokens}
+    asked = constraint(body)
+    names = API_NAMES | (asked.names if asked else {})
+    params = _params(service, body, wanted, asked, names)
     job = Job(
         request_id=request_id,
         prompts=prompts,
@@ -66,16 +70,25 @@ async def _job(
         prediction=await _prediction(service, body),
         stream=bool(body.stream),
         origins=bool(body.return_token_origins),
+        names=names,
     )
     if job.num_choices > service.engine.capacity:
         raise bad_request(f"{job.num_choices} texts are more than the {service.engine.capacity} that may be under way")
     return job
 
 
-def _params(service: Service, body: Sampling, wanted: dict[str, int | None]) -> SamplingParams:
+def _params(
+    service: Service,
+    body: Sampling,
+    wanted: dict[str, int | None],
+    asked: Constraint | None,
+    names: dict[str, str],
+) -> SamplingParams:
     values: dict[str, Any] = dict(service.llm.default_params)
     values |= {name: value for name in SAME_NAME if (value := getattr(body, name)) is not None}
     values |= wanted
+    if asked is not None:
+        values[asked.field] = asked.value
     if body.logit_bias is not None:
         values["logit_bias"] = {_token_id(text): bias for text, bias in body.logit_bias.items()}
     values["num_speculative_tokens"] = _drafts(service, body)
@@ -83,7 +96,7 @@ def _params(service: Service, body: Sampling, wanted: dict[str, int | None]) -> 
     try:
         params.validate(service.llm.engine.vocab_size)
     except SkipstoneError as error:
-        raise from_engine(error, API_NAMES) from None
+        raise from_engine(error, names) from None
     if params.stop_strings and service.llm.tokenizer is None:
         raise bad_request("stop needs a tokenizer.json, which this model has not; use stop_token_ids", "stop")
     return params

@@ -16,6 +16,7 @@ MOST_STOPS = 4
 TokenId = Annotated[int, Meta(ge=0)]
 Stop = Annotated[str, Meta(min_length=1)]
 Content = str | list["TextPart"]
+Schema = dict[str, Any]
 
 
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -57,6 +58,35 @@ class Message(Body, kw_only=True):
     name: str | None = None
 
 
+class JsonSchema(Body, kw_only=True):
+    """A schema with the name that OpenAI asks for; `strict` or not, the text follows it."""
+
+    name: str | None = None
+    description: str | None = None
+    schema: Schema | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Body, kw_only=True):
+    """`json_object`: any JSON object; `json_schema`: JSON by a schema; `text`: no constraint."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(Body, kw_only=True):
+    """What the whole text must be, exactly one of: JSON by a schema, by an expression, one of some texts, by a grammar.
+
+    `json`: a JSON schema, or its text; `grammar`: Lark or GBNF.
+    """
+
+    json: Schema | str | None = None
+    regex: str | None = None
+    choice: Annotated[list[Stop], Meta(min_length=1)] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
 class Sampling(Body, kw_only=True):
     """What both kinds of completion take."""
 
@@ -84,6 +114,8 @@ class Sampling(Body, kw_only=True):
     return_token_origins: bool | None = None
     speculation: SpeculationOptions | None = None
     prediction: Prediction | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     user: str | None = None
 
 
@@ -134,10 +166,11 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "continue_final_message": ((False,), "use /v1/completions with the text so far"),
     "function_call": (("none", "auto"), "tools are not served"),
     "functions": (([],), "tools are not served"),
-    "guided_choice": ((), "constrained output is not served"),
-    "guided_grammar": ((), "constrained output is not served"),
-    "guided_json": ((), "constrained output is not served"),
-    "guided_regex": ((), "constrained output is not served"),
+    "guided_choice": ((), "use structured_outputs.choice"),
+    "guided_decoding_backend": ((), "llguidance is used"),
+    "guided_grammar": ((), "use structured_outputs.grammar"),
+    "guided_json": ((), "use structured_outputs.json"),
+    "guided_regex": ((), "use structured_outputs.regex"),
     "length_penalty": ((1, 1.0), "there is no beam search"),
     "logprobs_mode": ((), "log-probabilities are the model's own"),
     "lora_request": ((), "adapters are not served"),
@@ -147,10 +180,8 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "priority": ((0,), "requests are served in the order of their arrival"),
     "prompt_logprobs": ((), "use /v1/completions with echo and logprobs"),
     "reasoning_effort": (("none",), "the models here do not reason apart from the answer"),
-    "response_format": (({"type": "text"},), "constrained output is not served"),
     "service_tier": (("auto", "default"), "there is one tier"),
     "store": ((False,), "nothing is stored"),
-    "structured_outputs": ((), "constrained output is not served"),
     "suffix": (("",), "the models here only go on with a text"),
     "tool_choice": (("none", "auto"), "tools are not served"),
     "tools": (([],), "tools are not served"),

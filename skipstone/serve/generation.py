@@ -23,6 +23,7 @@ class Job(msgspec.Struct, kw_only=True):
     """Prompts that share their parameters. `prediction`: tokens that the answers are expected to contain.
 
     `stream`: a delta for every step of a choice, else one at its end. `origins`: say where each token came from.
+    `names`: what the API calls the engine's parameters, for messages.
     """
 
     request_id: str
@@ -31,6 +32,7 @@ class Job(msgspec.Struct, kw_only=True):
     prediction: list[int] = []
     stream: bool = False
     origins: bool = False
+    names: dict[str, str] = {}
 
     @property
     def num_choices(self) -> int:

@@ -105,8 +105,20 @@ def _grammar_source(llguidance: Any, name: str, value: Any) -> str:
             return str(llguidance.LLMatcher.grammar_from_json_schema(value, defaults={"whitespace_flexible": False}))
         if name == "regex":
             return str(llguidance.LLMatcher.grammar_from_regex(value))
+        if name == "grammar":
+            value = _as_lark(value)
         if name == "choice":
             value = "start: " + " | ".join(json.dumps(option) for option in value)
         return str(llguidance.LLMatcher.grammar_from_lark(value))
     except ValueError as error:  # text that is no Unicode raises a kind of it as well
         raise RequestError(f"{name}={value!r:.80} cannot be used: {error}") from None
+
+
+def _as_lark(text: str) -> str:
+    """A grammar as Lark; GBNF, which other engines take, is translated. Raises ValueError."""
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        return str(any_to_lark(text))
+    except Exception as error:  # the translator raises nothing more specific
+        raise ValueError(f"neither Lark nor GBNF: {error}") from None
