@@ -22,7 +22,8 @@ from skipstone.errors import ConfigError
 from skipstone.spec_config import FORMS as SPEC_FORMS
 
 Dtype = Literal["auto", "float32", "bfloat16"]
-Device = Literal["auto", "cpu"]
+Device = Literal["auto", "cpu", "cuda"]
+Kernels = Literal["auto", "reference", "triton"]
 DraftSampling = Literal["coupled", "greedy", "independent"]
 Rule = Literal["exact", "rejection", "block"]
 PositiveInt = Annotated[int, Meta(ge=1)]
@@ -38,8 +39,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Options of the engine; `None` means: chosen at start-up from the checkpoint and the machine, and printed."""
 
     model: Annotated[str, Meta(description="checkpoint folder, or demo / demo-dsa")]
-    dtype: Annotated[Dtype, Meta(description="weights and activations; auto: float32 on a CPU")] = "auto"
-    device: Annotated[Device, Meta(description="where the model runs")] = "auto"
+    dtype: Annotated[Dtype, Meta(description="weights and activations; auto: float32 on a CPU, else bfloat16")] = "auto"
+    device: Annotated[Device, Meta(description="where the model runs; cuda: NVIDIA or AMD")] = "auto"
+    kernels: Annotated[Kernels, Meta(description="ops; auto: Triton on a GPU, plain torch on a CPU")] = "auto"
+    cuda_graphs: Annotated[bool, Meta(description="GPU: whole decode steps as graphs")] = True
+    overlap: Annotated[bool, Meta(description="GPU: prepare the next step while one runs")] = True
     exact: Annotated[bool, Meta(description="bit-equal logits whatever else runs in the step")] = True
     max_model_len: Annotated[PositiveInt | None, Meta(description="longest prompt plus output, in tokens")] = None
     max_num_seqs: Annotated[PositiveInt, Meta(description="most requests in one step")] = 64

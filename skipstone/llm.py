@@ -72,12 +72,16 @@ class LLM:
         layers = ", ".join(f"{count} {group}" for group, count in self._layer_kinds().items())
         tokens = self.engine.pool.num_ownable * caches.block_size
         dtype = str(self.engine.dtype).removeprefix("torch.")
+        on_cpu = self.engine.device.type == "cpu"
+        kind = "CPU" if on_cpu else "GPU"
+        name = f"cpu, {torch.get_num_threads()} threads" if on_cpu else torch.cuda.get_device_name()
         exact = "exact: a row's bits do not depend on the batch"
         return [
             ("model", f"{self.info.architecture} from {self.folder.name}"),
             ("layers", layers),
-            ("dtype", f"{dtype} ({'chosen for a CPU' if config.dtype == 'auto' else 'as asked'})"),
-            ("device", f"cpu, {torch.get_num_threads()} threads"),
+            ("dtype", f"{dtype} ({f'chosen for a {kind}' if config.dtype == 'auto' else 'as asked'})"),
+            ("device", name),
+            ("kernels", f"{self.engine.kernels.ops.implementation} ({self.engine.kernels.reason})"),
             ("numerics", exact if config.exact else "fast: bits may depend on the batch"),
             ("context", f"{caches.max_model_len} tokens"),
             (

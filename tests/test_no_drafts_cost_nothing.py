@@ -19,7 +19,7 @@ from torch import Tensor
 from skipstone import LLM, SamplingParams
 from skipstone.attention.backend import AttentionGroups
 from skipstone.core.batch import FIRST_BLOCK, Batch
-from skipstone.core.kv_cache import KVCache
+from skipstone.core.kv_cache import CacheMemory, KVCache
 from skipstone.core.request import Request
 from skipstone.core.rows import QueryRows, build_batch
 from skipstone.core.sampling_rows import SampledRow
@@ -182,7 +182,7 @@ class Alone:
     def __init__(self, llm: LLM) -> None:
         self.model = llm.engine.model
         specs, config = self.model.cache_specs(), self.model.config
-        caches = KVCache(specs, 30, BLOCK, torch.float32, torch.device("cpu"))
+        caches = KVCache(specs, CacheMemory(30, BLOCK, torch.float32, torch.device("cpu")))
         caches.fill(float("nan"))
         self.groups = AttentionGroups(specs, caches, config.softmax_scale, config.sparse, exact=True)
         self.blocks = list(range(FIRST_BLOCK, 30))

@@ -25,7 +25,7 @@ from torch import Tensor
 from skipstone import LLM, SamplingParams
 from skipstone.attention.backend import AttentionGroups
 from skipstone.core.batch import FIRST_BLOCK
-from skipstone.core.kv_cache import KVCache
+from skipstone.core.kv_cache import CacheMemory, KVCache
 from skipstone.core.request import Request
 from skipstone.core.rows import QueryRows, build_batch
 from skipstone.core.sampling_rows import SampledRow, sampling_rows
@@ -132,7 +132,7 @@ class Definition:
         config = self.model.config
         hidden = self._forward(self.model, config, texts, counts, blocks, space)
         specs = self.head.cache_specs()
-        caches = KVCache(specs, space, BLOCK, torch.float32, torch.device("cpu"))
+        caches = KVCache(specs, CacheMemory(space, BLOCK, torch.float32, torch.device("cpu")))
         caches.fill(float("nan"))
         groups = AttentionGroups(specs, caches, self.head.attention_scale, self.head.sparse, exact=False)
         ends = [sum(count - 1 for count in counts[: i + 1]) - 1 for i in range(len(counts))]
@@ -155,7 +155,7 @@ class Definition:
     ) -> Tensor:
         """The target's final states at all positions but the last committed one."""
         specs = model.cache_specs()
-        caches = KVCache(specs, space, BLOCK, torch.float32, torch.device("cpu"))
+        caches = KVCache(specs, CacheMemory(space, BLOCK, torch.float32, torch.device("cpu")))
         groups = AttentionGroups(specs, caches, config.softmax_scale, config.sparse, exact=False)
         rows = [QueryRows(text[: n - 1], 0, own) for text, n, own in zip(texts, counts, blocks, strict=True)]
         batch = build_batch(rows, BLOCK)

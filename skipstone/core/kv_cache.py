@@ -7,6 +7,7 @@ belong to `runtime.block_pool`; a block id names the same slots in every tensor 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,12 +38,20 @@ class CacheSpec:
         return sum(tensor.heads * tensor.width for tensor in self.tensors) * dtype.itemsize
 
 
+class CacheMemory(NamedTuple):
+    """Where caches are made, and how large: what target and draft layers have in common."""
+
+    num_blocks: int
+    block_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+
 class KVCache:
     """The tensors of all layers, zero at first; the first two blocks have special roles, see `core.batch`."""
 
-    def __init__(
-        self, specs: list[CacheSpec], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
-    ):
+    def __init__(self, specs: list[CacheSpec], memory: CacheMemory) -> None:
+        num_blocks, block_size, dtype, device = memory
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.layers: dict[int, dict[str, Tensor]] = {}

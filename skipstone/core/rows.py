@@ -40,14 +40,14 @@ def build_batch(rows: list[QueryRows], block_size: int, lookahead: int = 0, see_
     slot_block = row_table[np.arange(len(positions)), positions // block_size]
     seen = (seq_lens - 1).repeat(lengths) if see_ahead else positions
     return Batch(
-        input_ids=torch.from_numpy(input_ids),
-        positions=torch.from_numpy(positions),
-        seq_lens=torch.from_numpy(seq_lens),
-        slot_block=torch.from_numpy(np.where(slot_block == ZERO_BLOCK, SPARE_BLOCK, slot_block)),
-        slot_offset=torch.from_numpy(positions % block_size),
-        row_block_table=torch.from_numpy(row_table),
+        input_ids=torch.as_tensor(input_ids),
+        positions=torch.as_tensor(positions),
+        seq_lens=torch.as_tensor(seq_lens),
+        slot_block=torch.as_tensor(np.where(slot_block == ZERO_BLOCK, SPARE_BLOCK, slot_block)),
+        slot_offset=torch.as_tensor(positions % block_size),
+        row_block_table=torch.as_tensor(row_table),
         logits_indices=torch.zeros(0, dtype=torch.int64),
-        spans=_spans(lengths, seq_lens + lookahead, torch.from_numpy(seen), torch.from_numpy(table), block_size),
+        spans=_spans(lengths, seq_lens + lookahead, torch.as_tensor(seen), torch.as_tensor(table), block_size),
         max_seq_len=max_seq_len,
     )
 

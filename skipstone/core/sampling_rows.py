@@ -51,8 +51,8 @@ def _allowed(rows: list[SampledRow]) -> Tensor | None:
     vocab_size = next((len(mask) for mask in masks if mask is not None), None)
     if vocab_size is None:
         return None
-    anything = torch.ones(vocab_size, dtype=torch.bool)
-    return torch.stack([anything if mask is None else mask for mask in masks])
+    anything = torch.ones(vocab_size, dtype=torch.bool, device="cpu")
+    return torch.as_tensor(torch.stack([anything if mask is None else mask for mask in masks]))
 
 
 def _mask(row: SampledRow) -> Tensor | None:
@@ -86,9 +86,9 @@ def _penalties(rows: list[SampledRow]) -> Penalties | None:
         torch.tensor(repetition, dtype=torch.float32),
         torch.tensor(presence, dtype=torch.float32),
         torch.tensor(frequency, dtype=torch.float32),
-        torch.from_numpy(np.concatenate(history_row)),
-        torch.from_numpy(np.concatenate(history_token)),
-        torch.from_numpy(np.concatenate(history_is_output)),
+        torch.as_tensor(np.concatenate(history_row)),
+        torch.as_tensor(np.concatenate(history_token)),
+        torch.as_tensor(np.concatenate(history_is_output)),
     )
 
 

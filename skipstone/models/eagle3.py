@@ -145,7 +145,7 @@ class DraftVocabulary(nn.Module):
 
     def after_load(self) -> None:
         """Turn offsets into ids, once. Raises CheckpointError when they are none."""
-        self.ids = self.d2t + torch.arange(len(self.d2t))
+        self.ids = self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
         inside = bool((self.ids >= 0).all() and (self.ids < len(self.t2d)).all())
         if not inside or len(self.ids.unique()) < len(self.ids) or self._contradicts():
             raise CheckpointError(

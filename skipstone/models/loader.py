@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from skipstone.errors import CheckpointError, ConfigError
+from skipstone.kernels.ops import Ops, use_ops
 from skipstone.models.base import CausalLM, WeightedModel
 from skipstone.registry import MODELS
 
@@ -130,8 +131,26 @@ def _listing(problems: dict[str, list[str]]) -> str:
     return "; ".join(parts)
 
 
-def build_model(info: ModelInfo, dtype: torch.dtype, exact: bool, max_position: int) -> CausalLM:
+class Build(NamedTuple):
+    """How a model is built, and what it computes with."""
+
+    dtype: torch.dtype
+    exact: bool
+    max_position: int
+    device: torch.device
+    ops: Ops
+
+
+def build_model(info: ModelInfo, build: Build) -> CausalLM:
     """An initialised model with the folder's weights. Errors as in `load_weights`."""
-    model = info.model_class(info.config, dtype, exact, max_position)
+    model = empty_model(info, build)
     load_weights(model, info.folder)
+    return model
+
+
+def empty_model(info: ModelInfo, build: Build) -> CausalLM:
+    """A model whose weights are not set."""
+    with torch.device(build.device):
+        model = info.model_class(info.config, build.dtype, build.exact, build.max_position)
+    use_ops(model, build.ops)
     return model

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 import torch
 
 from skipstone.config import EngineConfig
+from skipstone.core.kv_cache import CacheMemory
 from skipstone.core.observer import Observer
 from skipstone.core.request import FinishReason, Request
 from skipstone.errors import ConfigError, RequestError
+from skipstone.kernels.dispatch import choose_device, choose_ops
 from skipstone.models.base import CausalLM
-from skipstone.models.loader import ModelInfo, build_model
+from skipstone.models.loader import Build, ModelInfo, build_model
 from skipstone.runtime.block_pool import BlockPool
 from skipstone.runtime.memory import CachePlan, plan_caches
 from skipstone.runtime.runner import ModelRunner
@@ -36,11 +38,18 @@ class Engine:
     def __init__(self, info: ModelInfo, config: EngineConfig, observer: Observer | None = None) -> None:
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
-        self.dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+        self.device = choose_device(config.device)
+        self.kernels = choose_ops(self.device, config.kernels)
+        small = config.dtype == "bfloat16" or (config.dtype == "auto" and self.device.type != "cpu")
+        self.dtype = torch.bfloat16 if small else torch.float32
         positions = info.config.max_position_embeddings
         longest = min(config.max_model_len or positions, positions)
-        self.model: CausalLM = build_model(info, self.dtype, config.exact, longest)
-        self.speculation = make_speculation(config, Surroundings(info, self.model, self.dtype, longest))
+        self.model: CausalLM = build_model(
+            info, Build(self.dtype, config.exact, longest, self.device, self.kernels.ops)
+        )
+        self.speculation = make_speculation(
+            config, Surroundings(info, self.model, self.dtype, longest, self.device, self.kernels.ops)
+        )
         proposer = self.speculation.proposer
         specs = self.model.cache_specs() + (proposer.cache_specs() if proposer else [])
         draft_unit = proposer.needs.block_unit if proposer else 1
@@ -51,8 +60,8 @@ class Engine:
                 f"block_size={self.caches.block_size} and the {proposer.needs.next_tokens} MTP modules of "
                 f"spec={config.spec} cannot be combined with prefix_caching; raise it or pass --no-prefix-caching"
             )
-        sizes = (self.caches.num_blocks, self.caches.block_size)
-        self.runner = ModelRunner(self.model, *sizes, self.dtype, config.exact, self.speculation, observer)
+        memory = CacheMemory(self.caches.num_blocks, self.caches.block_size, self.dtype, self.device)
+        self.runner = ModelRunner(self.model, memory, config.exact, self.kernels.ops, self.speculation, observer)
         self.pool = BlockPool(self.caches.num_blocks, self.caches.block_size)
         limits = (config.max_num_batched_tokens, config.max_num_seqs)
         needs, table = proposer.needs if proposer else None, self.speculation.table

@@ -9,7 +9,15 @@ from skipstone.errors import CheckpointError, ConfigError
 from skipstone.models.base import WeightedModel
 from skipstone.models.dflash import Dflash, read_dflash
 from skipstone.models.eagle3 import Eagle3, read_eagle3
-from skipstone.models.loader import ModelInfo, build_model, load_weights, read_json, read_model_info, tensor_names
+from skipstone.models.loader import (
+    Build,
+    ModelInfo,
+    build_model,
+    load_weights,
+    read_json,
+    read_model_info,
+    tensor_names,
+)
 from skipstone.models.locate import heads_beside, locate
 from skipstone.registry import MODELS
 from skipstone.runtime.speculation import Surroundings
@@ -34,7 +42,7 @@ def make_eagle3(spec: SpecConfig, around: Surroundings) -> Proposer:
     config = read_eagle3(head.raw, around.info.config, head.where)
     names = tensor_names(head.folder)
     try:
-        model = Eagle3(config, around.target, names, around.dtype, around.max_position)
+        model = around.place(lambda: Eagle3(config, around.target, names, around.dtype, around.max_position))
     except CheckpointError as error:
         raise CheckpointError(f"{head.folder}: {error}") from None
     _fill(model, head.folder)
@@ -47,7 +55,7 @@ def make_dflash(spec: SpecConfig, around: Surroundings) -> Proposer:
     """A DFlash head."""
     head = _open(spec, around.info, "DFlashDraftModel", "dflash")
     config = read_dflash(head.raw, around.info.config, head.where)
-    model = Dflash(config, around.target, around.dtype, around.max_position)
+    model = around.place(lambda: Dflash(config, around.target, around.dtype, around.max_position))
     _fill(model, head.folder)
     return DflashProposer(model)
 
@@ -60,7 +68,8 @@ def make_draft(spec: SpecConfig, around: Surroundings) -> Proposer:
         raise CheckpointError(f"spec=draft: {error}") from None
     _compare_vocabularies(info, around.info)
     longest = min(info.config.max_position_embeddings, around.max_position)
-    return DraftModelProposer(build_model(info, around.dtype, exact=False, max_position=longest), longest)
+    build = Build(around.dtype, False, longest, around.device, around.ops)
+    return DraftModelProposer(build_model(info, build), longest)
 
 
 def _open(spec: SpecConfig, info: ModelInfo, architecture: str, method: str) -> HeadFolder:

@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from skipstone.attention.backend import AttentionGroups
-from skipstone.core.kv_cache import KVCache
+from skipstone.core.kv_cache import CacheMemory, KVCache
 from skipstone.core.observer import EmittedRun, Observer, Phase
 from skipstone.core.plan import StepOutput, StepPlan, StepResult
 from skipstone.core.request import Request, TokenLogprobs
 from skipstone.core.sampling_rows import SampledRow, sampling_rows
+from skipstone.kernels.ops import Ops
 from skipstone.kernels.reference.gemm import cpu_threads
 from skipstone.kernels.reference.sampling import decision_scores, token_logprobs
 from skipstone.models.base import CausalLM, HiddenStates
@@ -43,28 +44,33 @@ class ModelRunner:
     def __init__(
         self,
         model: CausalLM,
-        num_blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
+        memory: CacheMemory,
         exact: bool,
+        ops: Ops,
         speculation: Speculation | None = None,
         observer: Observer | None = None,
     ) -> None:
         self.model = model
-        self.block_size = block_size
+        self.block_size = memory.block_size
+        self.device = memory.device
+        self.ops = ops
         self.weight_bytes = sum(weight.nbytes for weight in model.parameters())
         specs, config = model.cache_specs(), model.config
-        self.cache = KVCache(specs, num_blocks, block_size, dtype, torch.device("cpu"))
-        self.groups = AttentionGroups(specs, self.cache, config.softmax_scale, config.sparse, exact)
+        self.cache = KVCache(specs, memory)
+        self.groups = AttentionGroups(specs, self.cache, config.softmax_scale, config.sparse, exact, ops)
         self.observer = self.groups.observer = observer
         self.proposer = speculation.proposer if speculation else None
         self.verifier = speculation.verifier if speculation else Verifier()
         self.chooser = speculation.chooser if speculation else DraftChooser("coupled")
         if self.proposer is not None:
-            self.proposer.bind(num_blocks, block_size, dtype)
+            self.proposer.bind(memory, ops)
 
     def execute(self, plan: StepPlan) -> StepHandle:
         """Run the plan's rows and sample the rows that yield tokens."""
+        if self.device.type != "cpu":
+            # Whatever a step makes on the way is made on the device.
+            with torch.inference_mode(), self.device:
+                return self._execute(plan)
         small = plan.num_rows * self.weight_bytes <= ONE_THREAD_BYTES
         with torch.inference_mode(), cpu_threads(1 if small else torch.get_num_threads()):
             return self._execute(plan)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from skipstone.config import EngineConfig
 from skipstone.errors import ConfigError
-from skipstone.models.base import CausalLM, DraftHead
+from skipstone.kernels.ops import Ops, use_ops
+from skipstone.models.base import CausalLM, DraftHead, WeightedModel
 from skipstone.models.loader import ModelInfo, load_weights
 from skipstone.registry import DRAFT_HEADS, PROPOSERS
 from skipstone.runtime.available import count_mtp_modules
@@ -22,6 +24,9 @@ from skipstone.spec.verify import Verifier
 from skipstone.spec_config import SpecConfig, check_rates, parse_spec
 
 DEFAULT_K = {"mtp": 3, "eagle3": 3, "ngram": 4, "draft": 4}
+
+
+Head = TypeVar("Head", bound=WeightedModel)
 
 
 class Speculation(NamedTuple):
@@ -58,6 +63,15 @@ class Surroundings(NamedTuple):
     target: CausalLM
     dtype: torch.dtype
     max_position: int
+    device: torch.device
+    ops: Ops
+
+    def place(self, make: Callable[[], Head]) -> Head:
+        """A draft head on the target's device, with its ops."""
+        with torch.device(self.device):
+            head = make()
+        use_ops(head, self.ops)
+        return head
 
 
 def make_speculation(config: EngineConfig, around: Surroundings) -> Speculation:
@@ -136,7 +150,8 @@ def make_mtp(spec: SpecConfig, around: Surroundings) -> Proposer:
             f"spec=mtp: config.json of {info.folder.name} declares {info.config.declared_mtp_modules} MTP modules, but "
             "the files hold no MTP tensors; use another proposer or spec=off"
         )
-    head: DraftHead = DRAFT_HEADS.load(info.architecture)(around.target, found, around.dtype, False)
+    make = DRAFT_HEADS.load(info.architecture)
+    head: DraftHead = around.place(lambda: make(around.target, found, around.dtype, False))
     load_weights(head, info.folder)
     return (HiddenStateProposer if found == 1 else SeveralModulesProposer)("mtp", head)
 

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from skipstone.attention.backend import AttentionGroups, check_groups
 from skipstone.core.batch import Batch
-from skipstone.core.kv_cache import CacheSpec, KVCache
+from skipstone.core.kv_cache import CacheMemory, CacheSpec, KVCache
 from skipstone.core.rows import QueryRows, build_batch
 from skipstone.core.sampling_rows import SampledRow
+from skipstone.kernels.ops import Ops
 from skipstone.models.base import BlockDraftHead, HiddenStates
 from skipstone.spec.proposer import DraftRequest, Drafts, DraftStep, ProposerNeeds
 
@@ -46,11 +47,11 @@ class DflashProposer:
         """Those of the head."""
         return self.head.cache_specs()
 
-    def bind(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
+    def bind(self, memory: CacheMemory, ops: Ops) -> None:
         """Make the caches."""
         specs = self.cache_specs()
-        self.cache = KVCache(specs, num_blocks, block_size, dtype, torch.device("cpu"))
-        self.groups = AttentionGroups(specs, self.cache, self.head.attention_scale, None, exact=False)
+        self.cache = KVCache(specs, memory)
+        self.groups = AttentionGroups(specs, self.cache, self.head.attention_scale, None, exact=False, ops=ops)
 
     def copy_blocks(self, sources: Tensor, destinations: Tensor) -> None:
         """Copy whole blocks."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from skipstone.core.batch import PAD
-from skipstone.core.kv_cache import CacheSpec
+from skipstone.core.kv_cache import CacheMemory, CacheSpec
+from skipstone.kernels.ops import Ops
 from skipstone.spec.proposer import DraftRequest, Drafts, DraftStep, ProposerNeeds
 
 
@@ -50,7 +50,7 @@ class NgramProposer:
         """None."""
         return []
 
-    def bind(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
+    def bind(self, memory: CacheMemory, ops: Ops) -> None:
         """Nothing to make."""
 
     def copy_blocks(self, sources: Tensor, destinations: Tensor) -> None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 from skipstone.core.batch import Batch
-from skipstone.core.kv_cache import CacheSpec
+from skipstone.core.kv_cache import CacheMemory, CacheSpec
 from skipstone.core.request import Request
 from skipstone.core.sampling_rows import SampledRow
+from skipstone.kernels.ops import Ops
 from skipstone.models.base import HiddenStates
 
 Chooser = Callable[[Tensor, list[SampledRow]], list[int]]
@@ -98,7 +98,7 @@ class Proposer(Protocol):
     def cache_specs(self) -> list[CacheSpec]:
         """Its own cache groups; empty if it has none."""
 
-    def bind(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
+    def bind(self, memory: CacheMemory, ops: Ops) -> None:
         """Make its caches, once memory is sized. Block ids are those of the target's caches."""
 
     def copy_blocks(self, sources: Tensor, destinations: Tensor) -> None:

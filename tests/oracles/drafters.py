@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from oracles.tiny import VOCAB
 from skipstone import LLM
-from skipstone.core.kv_cache import CacheSpec
+from skipstone.core.kv_cache import CacheMemory, CacheSpec
+from skipstone.kernels.ops import Ops
 from skipstone.spec.proposer import DraftRequest, Drafts, DraftStep, ProposerNeeds
 
 # From the right drafts of a step (as many as wanted) and the request to what is drafted.
@@ -66,7 +66,7 @@ class ScriptedProposer:
         """None."""
         return []
 
-    def bind(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
+    def bind(self, memory: CacheMemory, ops: Ops) -> None:
         """Nothing to make."""
 
     def copy_blocks(self, sources: Tensor, destinations: Tensor) -> None:
