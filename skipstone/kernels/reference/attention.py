@@ -125,6 +125,20 @@ def locate_tokens(indices: Tensor, row_block_table: Tensor, block_size: int) -> 
     return SelectedKeys(torch.where(padding, ZERO_BLOCK * block_size, slots).view(-1), padding[:, None])
 
 
+def sparse_gqa(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, indices: Tensor, unit: int, span: Span, scale: float, exact: bool
+) -> Tensor:
+    """Attention of each row of a span and KV head over its selected blocks: `locate_blocks`, then attention.
+
+    q [R * n, H, D], caches [num_blocks, Hkv, block_size, D], indices [R * n, Hkv, S] int32 ascending then PAD.
+    Returns [R * n, H, D]; rows without a key (position -1) give zeros.
+    """
+    requests, n = span.positions.shape
+    table = span.block_table[:, None].expand(requests, n, -1).flatten(0, 1)
+    keys = locate_blocks(indices, unit, span.positions.flatten(), table, k_cache.shape[2])
+    return block_sparse_attention(q, k_cache, v_cache, keys, unit, scale, exact)
+
+
 def sparse_mla(
     q: Tensor, latent_cache: Tensor, indices: Tensor, span: Span, value_width: int, scale: float, exact: bool
 ) -> Tensor:
