@@ -1,0 +1,267 @@
+"""Matrix products in Triton whose rows do not depend on how many other rows are in the call.
+
+The tile along K, the number of K segments and the matrix instruction follow from the weight's shape alone. Up to
+DECODE_ROWS rows every segment has a program of its own, and the last program of a tile adds the segments in ascending
+order; above, one program walks all segments of its tile and adds them in the same order. So one row, k + 1 rows and a
+prompt's chunk get the same bits.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton import knobs
+
+DECODE_ROWS = 64  # up to here a product is bound by reading the weight
+COUNTERS = 1 << 16
+INTERPRETED = tl.constexpr(knobs.runtime.interpret)
+ROWS_BY_VALUE = ["rows", "x_stride_b", "x_stride_m"]
+
+
+class Tiles(NamedTuple):
+    """How one weight shape is cut, and how its kernel is compiled."""
+
+    n: int
+    k: int
+    splits: int
+    warps: int
+    stages: int
+
+
+@cache
+def is_hip() -> bool:
+    """Whether kernels are compiled for AMD."""
+    return torch.version.hip is not None
+
+
+def decode_tiles(n: int, k: int, dtype: torch.dtype, hip: bool) -> Tiles:
+    """The cut of a [K, N] weight. Everything that decides bits (k and splits) depends on n, k and dtype only."""
+    if dtype == torch.float32:
+        block_n, block_k, wanted = 32, 32, 132
+    else:
+        block_n, block_k, wanted = (128 if n > 1024 else 64), 64, 264
+    tiles, blocks = triton.cdiv(n, block_n), triton.cdiv(k, block_k)
+    splits = max(1, min(wanted // tiles, blocks // 4, 16))
+    splits = triton.cdiv(blocks, triton.cdiv(blocks, splits))  # no empty segment
+    return Tiles(block_n, block_k, splits, 4, 2 if hip else 4)
+
+
+def compile_options(hip: bool) -> dict[str, int]:
+    """Options that pin the matrix instruction where the compiler would choose it by tile size."""
+    return {"matrix_instr_nonkdim": 16} if hip else {}
+
+
+@cache
+def counters(device: torch.device) -> Tensor:
+    """Zeroed counters, one per output tile of a call.
+
+    Kernels set them back to zero, so no call needs a launch that clears them. Calls on one device must therefore not
+    overlap: one compute stream.
+    """
+    return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+
+
+@triton.jit
+def dot(a, b, acc):
+    """a times b plus acc, float32 accumulator. The interpreter knows no bfloat16 products."""
+    if INTERPRETED:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def _segment(
+    x_ptrs,  # [BLOCK_M, BLOCK_K], at the segment's first block
+    w_ptrs,  # [BLOCK_K, BLOCK_N]
+    row_mask,
+    n_mask,
+    first,
+    x_stride_k,
+    w_stride_k,
+    K: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """Sum over BLOCKS tiles of K from `first` on. `EVEN`: no tile reaches past K or N."""
+    k = tl.arange(0, BLOCK_K)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for block in range(BLOCKS):
+        if EVEN:
+            x = tl.load(x_ptrs, mask=row_mask[:, None], other=0.0)
+            w = tl.load(w_ptrs)
+        else:
+            k_mask = (first + block) * BLOCK_K + k < K
+            x = tl.load(x_ptrs, mask=row_mask[:, None] & k_mask[None, :], other=0.0)
+            w = tl.load(w_ptrs, mask=k_mask[:, None] & n_mask[None, :], other=0.0)
+        acc = dot(x.to(w.dtype), w, acc)
+        x_ptrs += BLOCK_K * x_stride_k
+        w_ptrs += BLOCK_K * w_stride_k
+    return acc
+
+
+@triton.jit(do_not_specialize=ROWS_BY_VALUE)
+def _decode_kernel(
+    x_ptr,  # [B, rows, K]
+    w_ptr,  # [B, K, N]
+    out_ptr,  # [B, rows, N]
+    partial_ptr,  # [B, SPLITS, rows, N] float32
+    counter_ptr,  # [tiles] int32, zero before and after
+    rows,
+    x_stride_b,
+    x_stride_m,
+    x_stride_k,
+    w_stride_b,
+    w_stride_k,
+    w_stride_n,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PER_SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """One program per (row tile, column tile, batch and segment); neighbours share a weight tile through the L2."""
+    batch = (tl.program_id(2) // SPLITS).to(tl.int64)
+    split = tl.program_id(2) % SPLITS
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_mask, n_mask = m < rows, n < N
+    first = split * PER_SPLIT
+    k = (first * BLOCK_K + tl.arange(0, BLOCK_K)).to(tl.int64)
+    x_ptrs = x_ptr + batch * x_stride_b + m.to(tl.int64)[:, None] * x_stride_m + k[None, :] * x_stride_k
+    w_ptrs = w_ptr + batch * w_stride_b + k[:, None] * w_stride_k + n.to(tl.int64)[None, :] * w_stride_n
+    acc = _segment(
+        x_ptrs, w_ptrs, row_mask, n_mask, first, x_stride_k, w_stride_k,
+        K, PER_SPLIT, BLOCK_M, BLOCK_N, BLOCK_K, EVEN,
+    )  # fmt: skip
+    mask = row_mask[:, None] & n_mask[None, :]
+    cells = m.to(tl.int64)[:, None] * N + n[None, :]
+    out_ptrs = out_ptr + batch * rows * N + cells
+    if SPLITS == 1:
+        tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
+    else:
+        partial_ptrs = partial_ptr + batch * SPLITS * rows * N + cells
+        tl.store(partial_ptrs + split.to(tl.int64) * rows * N, acc, mask=mask)
+        tile = (tl.program_id(2) // SPLITS * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0)
+        tile += tl.program_id(0)
+        tl.debug_barrier()  # all threads' stores come before the one thread's count
+        arrived = tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel")
+        if arrived == SPLITS - 1:
+            total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            for _other in range(SPLITS):
+                # Past the L1, which may hold another use of this memory.
+                total += tl.load(partial_ptrs, mask=mask, other=0.0, cache_modifier=".cg")
+                partial_ptrs += rows.to(tl.int64) * N
+            tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=mask)
+            tl.store(counter_ptr + tile, 0)
+
+
+@triton.jit(do_not_specialize=ROWS_BY_VALUE)
+def _prefill_kernel(
+    x_ptr,  # [B, rows, K]
+    w_ptr,  # [B, K, N]
+    out_ptr,  # [B, rows, N]
+    rows,
+    x_stride_b,
+    x_stride_m,
+    x_stride_k,
+    w_stride_b,
+    w_stride_k,
+    w_stride_n,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PER_SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """One program per (row and column tile, batch), which adds its segments as `_decode_kernel` does.
+
+    Tiles go in groups of GROUP row tiles, so that programs that run together share rows and columns through the L2.
+    """
+    batch = tl.program_id(1).to(tl.int64)
+    m_tiles, n_tiles = tl.cdiv(rows, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    group = tl.program_id(0) // (GROUP * n_tiles)
+    group_rows = min(m_tiles - group * GROUP, GROUP)
+    in_group = tl.program_id(0) % (GROUP * n_tiles)
+    m = (group * GROUP + in_group % group_rows) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = (in_group // group_rows) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_mask, n_mask = m < rows, n < N
+    k = tl.arange(0, BLOCK_K)
+    x_ptrs = x_ptr + batch * x_stride_b + m.to(tl.int64)[:, None] * x_stride_m + k[None, :] * x_stride_k
+    w_ptrs = w_ptr + batch * w_stride_b + k[:, None] * w_stride_k + n.to(tl.int64)[None, :] * w_stride_n
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for split in range(SPLITS):
+        first = split * PER_SPLIT
+        skipped = tl.cast(first * BLOCK_K, tl.int64)
+        acc = _segment(
+            x_ptrs + skipped * x_stride_k, w_ptrs + skipped * w_stride_k, row_mask, n_mask,
+            first, x_stride_k, w_stride_k, K, PER_SPLIT, BLOCK_M, BLOCK_N, BLOCK_K, EVEN,
+        )  # fmt: skip
+        if SPLITS == 1:
+            total = acc
+        else:
+            total += acc
+    out_ptrs = out_ptr + batch * rows * N + m.to(tl.int64)[:, None] * N + n[None, :]
+    tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=row_mask[:, None] & n_mask[None, :])
+
+
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    """x [B, M, K] times weight [B, K, N] -> [B, M, N] in the weight's dtype, by our own kernels."""
+    batch, rows, k = x.shape
+    n = weight.shape[2]
+    out = torch.empty(batch, rows, n, dtype=weight.dtype, device=x.device)
+    if out.numel() == 0:
+        return out
+    hip = is_hip()
+    tiles = decode_tiles(n, k, weight.dtype, hip)
+    sizes = (rows, *x.stride(), *weight.stride())
+    even = n % tiles.n == 0 and k % (tiles.k * tiles.splits) == 0
+    shape = {"K": k, "N": n, "BLOCK_N": tiles.n, "BLOCK_K": tiles.k, "SPLITS": tiles.splits}
+    shape |= {"PER_SPLIT": triton.cdiv(triton.cdiv(k, tiles.k), tiles.splits), "EVEN": even}
+    shape |= compile_options(hip)
+    block_m = 16 if rows <= 16 or knobs.runtime.interpret else 32
+    row_tiles, columns = triton.cdiv(rows, block_m), triton.cdiv(n, tiles.n)
+    if rows <= DECODE_ROWS and batch * columns * row_tiles <= COUNTERS:
+        grid = (row_tiles, columns, batch * tiles.splits)
+        parts = tiles.splits if tiles.splits > 1 else 0
+        partial = torch.empty(batch, parts, rows, n, dtype=torch.float32, device=x.device)
+        _decode_kernel[grid](
+            x, weight, out, partial, counters(x.device), *sizes,
+            BLOCK_M=block_m, num_warps=tiles.warps, num_stages=tiles.stages, **shape,
+        )  # fmt: skip
+        return out
+    _prefill_kernel[(row_tiles * columns, batch)](
+        x, weight, out, *sizes, BLOCK_M=block_m, GROUP=8, num_warps=tiles.warps, num_stages=tiles.stages, **shape
+    )
+    return out
+
+
+def linear(x: Tensor, weight: Tensor, exact: bool) -> Tensor:
+    """x [T, K] times weight [K, N]: [T, N] in the weight's dtype. With `exact`, a row's bits do not depend on T."""
+    if not exact and x.shape[0] > DECODE_ROWS:
+        return torch.mm(x.to(weight.dtype), weight)
+    return _product(x[None], weight[None])[0]
+
+
+def bmm(a: Tensor, b: Tensor, exact: bool) -> Tensor:
+    """a [B, M, K] times b [B, K, N]: [B, M, N]. With `exact`, a row's bits do not depend on B or M."""
+    if not exact:
+        return torch.bmm(a, b)
+    return _product(a, b)

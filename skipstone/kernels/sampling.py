@@ -1,0 +1,112 @@
+"""Sampling in Triton: the same noise, bit for bit, and the same choice as `kernels.reference.sampling`."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from skipstone.core.batch import SamplingRows
+from skipstone.kernels.gemm import counters
+from skipstone.kernels.reference.sampling import GUMBEL_STREAM, LARGEST, MIN_TEMPERATURE, process_logits
+
+BLOCK = 2048
+STREAM = tl.constexpr(GUMBEL_STREAM)
+LARGEST_LOGIT = tl.constexpr(LARGEST)
+COLDEST = tl.constexpr(MIN_TEMPERATURE)
+
+
+@triton.jit
+def _mix64(value):
+    """A bijection of uint64, see the reference's function of this name."""
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB
+    return value ^ (value >> 31)
+
+
+@triton.jit
+def _gumbel(seed, position, token):
+    """Standard Gumbel noise, float32: a function of int64 scalars seed and position and int64 token ids."""
+    stream = tl.full([], STREAM, tl.uint64)
+    row_key = _mix64(_mix64(seed.to(tl.uint64, bitcast=True) ^ stream) + position.to(tl.uint64, bitcast=True))
+    token_key = _mix64((token + 1).to(tl.uint64, bitcast=True))
+    bits = (_mix64(row_key ^ token_key) >> 12).to(tl.int64)  # 52 of them, so that adding one half is exact
+    uniform = (bits.to(tl.float64) + 0.5) * 2.220446049250313e-16
+    return (-tl.log(-tl.log(uniform))).to(tl.float32)
+
+
+@triton.jit
+def _sample_kernel(
+    logits_ptr,  # [L, VOCAB]
+    seed_ptr,  # [L] int64
+    position_ptr,  # [L] int64
+    temperature_ptr,  # [L] float32
+    best_ptr,  # [L, TILES] float32
+    best_id_ptr,  # [L, TILES] int32
+    counter_ptr,  # [L] int32, zero before and after
+    out_ptr,  # [L] int64
+    row_stride,
+    VOCAB: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_TILES: tl.constexpr,
+    NOISE: tl.constexpr,
+    SCALED: tl.constexpr,
+):
+    """One program per (vocabulary tile, row); the last one of a row picks the best tile.
+
+    `SCALED`: temperature is in the logits already.
+    """
+    tile = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    token = tile * BLOCK + tl.arange(0, BLOCK)
+    score = tl.load(logits_ptr + row * row_stride + token, mask=token < VOCAB, other=float("-inf")).to(tl.float32)
+    score = tl.where(score == score, score, float("-inf"))
+    score = tl.minimum(score, LARGEST_LOGIT)
+    if NOISE:
+        temperature = tl.load(temperature_ptr + row)
+        if temperature != 0:
+            if not SCALED:
+                score = tl.minimum(tl.div_rn(score, tl.maximum(temperature, COLDEST)), LARGEST_LOGIT)
+            score += _gumbel(tl.load(seed_ptr + row), tl.load(position_ptr + row), token.to(tl.int64))
+    best, place = tl.max(score, axis=0, return_indices=True, return_indices_tie_break_left=True)
+    tl.store(best_ptr + row * TILES + tile, best)
+    tl.store(best_id_ptr + row * TILES + tile, tile * BLOCK + place)
+    tl.debug_barrier()  # both stores come before the count
+    arrived = tl.atomic_add(counter_ptr + row, 1, sem="acq_rel")
+    if arrived == TILES - 1:
+        other = tl.arange(0, BLOCK_TILES)
+        inside = other < TILES
+        bests = tl.load(best_ptr + row * TILES + other, mask=inside, other=float("-inf"), cache_modifier=".cg")
+        best, winner = tl.max(bests, axis=0, return_indices=True, return_indices_tie_break_left=True)
+        token_id = tl.load(best_id_ptr + row * TILES + winner, cache_modifier=".cg")
+        tl.store(out_ptr + row, token_id.to(tl.int64))
+        tl.store(counter_ptr + row, 0)
+
+
+def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
+    """Choose one token per row. logits [L, V] float32 or bfloat16 -> [L] int64. See the reference's `sample`.
+
+    One launch where no row has bias, penalties, a grammar, top-k, top-p or min-p. Those go through the reference's
+    `process_logits`, which reads sizes back to the host.
+    """
+    features = (rows.top_k, rows.top_p, rows.min_p, rows.penalties, rows.bias, rows.allowed)
+    scaled = any(feature is not None for feature in features)
+    if scaled:
+        logits = process_logits(logits.float(), rows)
+    count, vocab = logits.shape
+    out = torch.empty(count, dtype=torch.int64, device=logits.device)
+    if count == 0:
+        return out
+    tiles = triton.cdiv(vocab, BLOCK)
+    best = torch.empty(count, tiles, dtype=torch.float32, device=logits.device)
+    best_id = torch.empty(count, tiles, dtype=torch.int32, device=logits.device)
+    _sample_kernel[(tiles, count)](
+        logits, rows.seed, rows.position, rows.temperature, best, best_id, counters(logits.device), out,
+        logits.stride(0), VOCAB=vocab, TILES=tiles, BLOCK=BLOCK, BLOCK_TILES=triton.next_power_of_2(tiles),
+        NOISE=not rows.all_greedy, SCALED=scaled, num_warps=4,
+    )  # fmt: skip
+    return out
