@@ -1,6 +1,5 @@
 """Write keys, values, latents and index keys to their cache slots, in Triton."""
 
-# ruff: noqa: N803
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ Every reduction runs over one row in one program of a width that depends on the 
 row do not depend on the other rows. Arithmetic is float32, cast once at the end.
 """
 
-# ruff: noqa: N803
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 from __future__ import annotations
