@@ -28,6 +28,7 @@ COMMANDS = Registry(
         "tune": "tools.tune:COMMAND",
         "trace": "tools.trace:COMMAND",
         "inspect": "tools.inspect:COMMAND",
+        "bench serve": "tools.bench_serve:COMMAND",
         "version": "serve.cli_version:COMMAND",
     },
 )
@@ -55,7 +56,8 @@ def run(arguments: Sequence[str]) -> int:
 def load_command(verb: str) -> Command:
     """The command behind a verb. Raises ConfigError naming the nearest verb."""
     if verb not in COMMANDS.entries:
-        near = difflib.get_close_matches(verb, COMMANDS.entries, n=1)
+        parts = [known for known in COMMANDS.entries if known.split()[0] == verb.split()[0]]
+        near = difflib.get_close_matches(verb, parts or COMMANDS.entries, n=1, cutoff=0.0 if parts else 0.6)
         hint = f"did you mean {near[0]}?" if near else "known: " + ", ".join(COMMANDS.entries)
         raise ConfigError(f"no command {verb!r}; {hint}")
     command: Command = COMMANDS.load(verb)
@@ -65,7 +67,7 @@ def load_command(verb: str) -> Command:
 def overview() -> str:
     """What `skipstone --help` prints."""
     lines = ["usage: skipstone COMMAND ...", "", "Inference for sparse-attention language models.", "", "commands:"]
-    lines += [f"  {verb:<10} {load_command(verb).summary}" for verb in COMMANDS.entries]
+    lines += [f"  {verb:<12} {load_command(verb).summary}" for verb in COMMANDS.entries]
     return "\n".join([*lines, "", "`skipstone COMMAND --help` shows a command's options."])
 
 
@@ -74,10 +76,13 @@ def _dispatch(arguments: list[str]) -> int:
         print(overview())
         return 0 if arguments else 2
     verb = "version" if arguments[0] in ("--version", "-V") else arguments[0]
+    words = 1
+    if any(known.startswith(verb + " ") for known in COMMANDS.entries):  # the first of two words
+        verb, words = " ".join(arguments[:2]), 2
     command = load_command(verb)
     parser = Parser(verb, command)
     try:
-        args = parser.parse(arguments[1:])
+        args = parser.parse(arguments[words:])
     except SystemExit:  # argparse has printed the help
         return 0
     settings = resolve(command, args, os.environ)

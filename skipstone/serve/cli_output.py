@@ -81,13 +81,13 @@ def result_object(output: RequestOutput, choice: CompletionOutput, request_id: s
     return result
 
 
-def check_writable(target: str) -> None:
+def check_writable(target: str, flag: str = "--json") -> None:
     """Find out before the work whether its results can be kept. Raises ConfigError."""
     folder = Path(target).absolute().parent
     if not folder.is_dir():
-        raise ConfigError(f"--json {target}: the folder {folder} does not exist; make it first")
+        raise ConfigError(f"{flag} {target}: the folder {folder} does not exist; make it first")
     if Path(target).is_dir() or not os.access(target if Path(target).exists() else folder, os.W_OK):
-        raise ConfigError(f"--json {target} cannot be written; name another file, or - for standard output")
+        raise ConfigError(f"{flag} {target} cannot be written; name another file, or - for standard output")
 
 
 def write_lines(target: str, objects: Sequence[Mapping[str, Any]]) -> None:
