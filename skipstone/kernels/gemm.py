@@ -70,11 +70,16 @@ def counters(device: torch.device) -> Tensor:
 
 @triton.jit
 def dot(a, b, acc):
-    """a times b plus acc, float32 accumulator. The interpreter knows no bfloat16 products."""
+    """a [M, K] times b [K, N] plus acc [M, N], float32 accumulator.
+
+    The interpreter knows no bfloat16 products, and its float32 ones depend on a row's place in the tile.
+    """
     if INTERPRETED:
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
-    return tl.dot(a, b, acc, input_precision="ieee")
+        products = a.to(tl.float32)[:, :, None] * b.to(tl.float32)[None, :, :]
+        result = acc + tl.sum(products, axis=1)
+    else:
+        result = tl.dot(a, b, acc, input_precision="ieee")
+    return result
 
 
 @triton.jit
