@@ -103,6 +103,10 @@ class CausalLM(WeightedModel):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[L, H] -> [L, V] float32."""
+        return self.compact_logits(hidden).float()
+
+    def compact_logits(self, hidden: Tensor) -> Tensor:
+        """[L, H] -> [L, V] in the model's dtype, of which `logits` are a float32 copy."""
         raise NotImplementedError
 
 

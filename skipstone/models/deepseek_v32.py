@@ -321,9 +321,9 @@ class DeepseekV32(CausalLM):
             tapped.append(x)
         return HiddenStates(normed, tuple(tapped))
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[L, H] -> [L, V] float32."""
-        return self.lm_head(hidden).float()
+    def compact_logits(self, hidden: Tensor) -> Tensor:
+        """[L, H] -> [L, V]."""
+        return self.lm_head(hidden)
 
     def weight_slots(self) -> dict[str, Tensor]:
         """Hub names."""

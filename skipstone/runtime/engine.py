@@ -16,10 +16,12 @@ from skipstone.kernels.dispatch import choose_device, choose_ops
 from skipstone.models.base import CausalLM
 from skipstone.models.loader import Build, ModelInfo, build_model
 from skipstone.runtime.block_pool import BlockPool
+from skipstone.runtime.device_loop import DeviceStep
 from skipstone.runtime.memory import CachePlan, plan_caches
-from skipstone.runtime.runner import ModelRunner
+from skipstone.runtime.runner import ModelRunner, StepHandle
 from skipstone.runtime.scheduler import Scheduler
 from skipstone.runtime.speculation import Surroundings, make_speculation
+from skipstone.spec.hidden_state import HiddenStateProposer
 
 
 @dataclass
@@ -69,6 +71,12 @@ class Engine:
         self.scheduler = Scheduler(self.pool, *limits, config.prefix_caching, needs, most_drafts)
         self.scheduler.stats.speculation.simulated = self.speculation.simulated
         self.stats = EngineStats()
+        self.overlap = False
+        self._ahead: DeviceStep | None = None
+        if self.device.type != "cpu":
+            k = self.speculation.k if isinstance(proposer, HiddenStateProposer) else 0
+            loop = self.runner.make_device_loop(config.max_num_seqs, k, self.caches.max_model_len, config.cuda_graphs)
+            self.overlap = config.overlap and loop is not None
         self.vocab_size: int = info.config.vocab_size
 
     def add(self, request: Request) -> None:
@@ -108,15 +116,31 @@ class Engine:
     def step(self) -> list[tuple[Request, list[int]]]:
         """Run one step; returns the requests that got tokens, each with its new tokens."""
         started = time.perf_counter()
-        plan = self.scheduler.schedule()
-        handle = self.runner.execute(plan)
-        output = handle.wait()
-        committed = self.scheduler.commit(plan, output)
+        handle = self._ahead or self.runner.execute(self.scheduler.schedule())
+        self._ahead = self._start_next(handle) if self.overlap else None
+        plan = handle.plan
+        assert plan is not None
+        committed = self.scheduler.commit(plan, handle.wait())
+        if self._ahead is not None:
+            self._ahead.plan = self.scheduler.plan_committed(self._ahead.requests)
+            if not self._ahead.plan.scheduled:
+                self._ahead = None
         self.stats.steps += 1
         self.stats.rows += plan.num_rows
         self.stats.output_tokens += sum(len(tokens) for _, tokens in committed)
         self.stats.seconds += time.perf_counter() - started
         return committed
+
+    def _start_next(self, handle: StepHandle | DeviceStep) -> DeviceStep | None:
+        """Start the step after a device step before its results are known, unless there is more to decide."""
+        if not isinstance(handle, DeviceStep) or self.scheduler.waiting:
+            return None
+        assert handle.plan is not None
+        if len(handle.plan.scheduled) < len(self.scheduler.running):
+            return None
+        if not self.scheduler.reserve_ahead(handle.plan, handle.k):
+            return None
+        return self.runner.execute_next(handle)
 
     def abort(self, request: Request) -> None:
         """End a request now; its blocks are free at once. Nothing happens if it has ended."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -16,8 +19,12 @@ from skipstone.kernels.reference.gemm import cpu_threads
 from skipstone.kernels.reference.sampling import decision_scores, token_logprobs
 from skipstone.models.base import CausalLM, HiddenStates
 from skipstone.runtime.batch_builder import LogitRow, StepRows, build_rows
+from skipstone.runtime.decode_step import DecodeStep, Drafter
+from skipstone.runtime.device_loop import DeviceLoop, DeviceStep
+from skipstone.runtime.device_state import DeviceState
 from skipstone.runtime.speculation import Speculation
 from skipstone.spec.choose import DraftChooser
+from skipstone.spec.hidden_state import HiddenStateProposer
 from skipstone.spec.proposer import DraftRequest, DraftStep, Proposer
 from skipstone.spec.verify import Run, Verifier
 
@@ -30,7 +37,8 @@ ONE_THREAD_BYTES = 1e9
 class StepHandle:
     """A step under way. On the CPU it is over when it is returned; `wait` is the step's one synchronization."""
 
-    def __init__(self, output: StepOutput) -> None:
+    def __init__(self, plan: StepPlan, output: StepOutput) -> None:
+        self.plan = plan
         self._output = output
 
     def wait(self) -> StepOutput:
@@ -64,12 +72,45 @@ class ModelRunner:
         self.chooser = speculation.chooser if speculation else DraftChooser("coupled")
         if self.proposer is not None:
             self.proposer.bind(memory, ops)
+        self.device_loop: DeviceLoop | None = None
 
-    def execute(self, plan: StepPlan) -> StepHandle:
+    def make_device_loop(self, max_requests: int, k: int, max_model_len: int, graphs: bool) -> DeviceLoop | None:
+        """Let plans that only decode stay on the device from now on; None where something must look at every step."""
+        proposer, verifier = self.proposer, self.verifier
+        single = isinstance(proposer, HiddenStateProposer) and proposer.head.num_modules == 1
+        by_device = proposer is None or (single and self.chooser.mode != "independent")
+        if not by_device or self.observer is not None or not (verifier.rule == "exact" or verifier.rates):
+            return None
+        drafter = None
+        if isinstance(proposer, HiddenStateProposer):
+            drafter = Drafter(proposer.head, proposer.groups, greedy=self.chooser.mode == "greedy")
+        rates = None
+        if verifier.rates is not None:
+            rates = torch.tensor(verifier.rates, dtype=torch.float64, device=self.device)
+        with torch.inference_mode():
+            state = DeviceState.make(max_requests, k, -(-max_model_len // self.block_size), self.device)
+        step = DecodeStep(self.model, self.groups, drafter, state, self.ops, self.block_size, rates)
+        self.device_loop = DeviceLoop(step, graphs)
+        return self.device_loop
+
+    def execute_next(self, before: DeviceStep) -> DeviceStep:
+        """Start the step after a device step that is under way."""
+        assert self.device_loop is not None
+        with torch.inference_mode(), self._on_device():
+            return self.device_loop.start_next(before)
+
+    def _on_device(self) -> AbstractContextManager[Any]:
+        """Whatever is made inside is made on the device."""
+        return nullcontext() if self.device.type == "cpu" else self.device
+
+    def execute(self, plan: StepPlan) -> StepHandle | DeviceStep:
         """Run the plan's rows and sample the rows that yield tokens."""
+        if self.device_loop is not None and self.device_loop.covers(plan):
+            with torch.inference_mode(), self._on_device():
+                return self.device_loop.start(plan)
         if self.device.type != "cpu":
             # Whatever a step makes on the way is made on the device.
-            with torch.inference_mode(), self.device:
+            with torch.inference_mode(), self._on_device():
                 return self._execute(plan)
         small = plan.num_rows * self.weight_bytes <= ONE_THREAD_BYTES
         with torch.inference_mode(), cpu_threads(1 if small else torch.get_num_threads()):
@@ -91,7 +132,7 @@ class ModelRunner:
         if self.proposer is not None:
             self._draft(self.proposer, plan, rows, hidden, results)
             self._ended("draft")
-        return StepHandle(StepOutput(results))
+        return StepHandle(plan, StepOutput(results))
 
     def _ended(self, phase: Phase) -> None:
         if self.observer is not None:

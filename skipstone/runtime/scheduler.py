@@ -134,6 +134,25 @@ class Scheduler:
             blocks.extend(new)
         return new is not None
 
+    def reserve_ahead(self, plan: StepPlan, k: int) -> bool:
+        """Own blocks for the step after a plan that only decodes, whatever it accepts; False when there are too few."""
+        lookahead = self.needs.lookahead(k) if self.needs else 0
+        for item in plan.scheduled:
+            request = item.request
+            if request.max_total_tokens - len(request.token_ids) <= 1:
+                return False  # this step ends it
+            if not self._reserve(replace(item, query_len=2 * (k + 1)), lookahead):
+                return False
+        return True
+
+    def plan_committed(self, requests: list[Request]) -> StepPlan:
+        """The plan of a step that was started before the last one was committed, as it is known now."""
+        scheduled = []
+        for request in requests:
+            if not request.finished and request in self.running:
+                scheduled.append(replace(self._plan_rows(request, self.max_rows), num_next_drafts=request.max_drafts))
+        return StepPlan(scheduled)
+
     def _match_prefix(self, request: Request) -> None:
         """Take over cached blocks. The last token is always computed, as its logits are wanted."""
         if not self.prefix_caching or request.params.prompt_logprobs is not None:

@@ -89,11 +89,23 @@ class Verifier:
             while accepted < len(drafts) and drafts[accepted] == tokens[accepted]:
                 accepted += 1
             return Run(tokens[: accepted + 1], accepted)
-        position = torch.arange(row.position, row.position + len(drafts))
-        coins = _uniforms(torch.full_like(position, row.request.seed), position).tolist()
-        while accepted < len(drafts) and coins[accepted] < self.rates[min(accepted, len(self.rates) - 1)]:
+        position = torch.arange(row.position, row.position + len(drafts))[None]
+        rates = torch.tensor(self.rates, dtype=torch.float64)
+        coins = accept_by_coins(torch.full_like(position[:, 0], row.request.seed), position, rates)[0].tolist()
+        while accepted < len(drafts) and coins[accepted]:
             accepted += 1
         return Run([*drafts[:accepted], tokens[accepted]], accepted)
+
+
+def accept_by_coins(seed: Tensor, position: Tensor, rates: Tensor) -> Tensor:
+    """Whether each draft survives a coin of its conditional rate; the last rate serves all further positions.
+
+    seed [R], position [R, k] of the drafts, rates [N] float64. Returns [R, k] bool, a function of (seed, position).
+    """
+    k = position.shape[1]
+    each = torch.cat([rates, rates[-1:].expand(k)])[:k]
+    coins = _uniforms(seed.repeat_interleave(k), position.flatten()).view(-1, k)
+    return coins < each
 
 
 def _uniforms(seed: Tensor, position: Tensor) -> Tensor:
