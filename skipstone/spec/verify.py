@@ -89,6 +89,8 @@ class Verifier:
             while accepted < len(drafts) and drafts[accepted] == tokens[accepted]:
                 accepted += 1
             return Run(tokens[: accepted + 1], accepted)
+        if not drafts:
+            return Run(tokens[:1], 0)
         position = torch.arange(row.position, row.position + len(drafts))[None]
         rates = torch.tensor(self.rates, dtype=torch.float64)
         coins = accept_by_coins(torch.full_like(position[:, 0], row.request.seed), position, rates)[0].tolist()

@@ -18,6 +18,7 @@ from skipstone.kernels.reference.gemm import bmm
 
 KEY_TILE = 128
 LOWEST = torch.finfo(torch.float32).min
+SMALLEST = torch.finfo(torch.float32).tiny
 
 
 def gather_blocks(cache: Tensor, block_table: Tensor, multiple: int) -> Tensor:
@@ -40,7 +41,8 @@ def gather_blocks(cache: Tensor, block_table: Tensor, multiple: int) -> Tensor:
 def dense_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, span: Span, scale: float, exact: bool) -> Tensor:
     """Causal attention of each row over all keys of its request up to its own position.
 
-    q [R * n, H, D] for the R requests of `span`; caches [num_blocks, Hkv, block_size, D]. Returns [R * n, H, D].
+    q [R * n, H, D] for the R requests of `span`; caches [num_blocks, Hkv, block_size, D]. Returns [R * n, H, D]; a row
+    at position -1 gives zeros.
     """
     requests, n = span.positions.shape
     kv_heads, width = k_cache.shape[1], k_cache.shape[3]
@@ -56,12 +58,13 @@ def dense_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, span: Span, sca
     scores = bmm(queries, keys.transpose(1, 2), exact).float().mul_(scale).view(requests, kv_heads, n, group, length)
     hidden = torch.arange(length, device=q.device) > span.positions[:, :, None]  # [R, n, S]
     scores.masked_fill_(hidden[:, None, :, None], -torch.inf)
-    unwritten = torch.arange(length, device=q.device) > span.positions[:, -1:]  # [R, S]
+    unwritten = torch.arange(length, device=q.device) > span.positions.amax(dim=1, keepdim=True)  # [R, S]
     values.masked_fill_(unwritten[:, None, :, None], 0)
-    weights = torch.exp(scores - scores.amax(dim=-1, keepdim=True))  # [R, Hkv, n, group, S] float32
+    highest = scores.amax(dim=-1, keepdim=True).clamp_(min=LOWEST)  # a padding row sees nothing
+    weights = torch.exp(scores - highest)  # [R, Hkv, n, group, S] float32
     tiles = length // KEY_TILE
     weights = weights.view(requests * kv_heads, n * group, tiles, KEY_TILE).transpose(1, 2)
-    total = add_in_order(weights.sum(dim=-1))  # [R * Hkv, n * group]
+    total = add_in_order(weights.sum(dim=-1)).clamp_(min=SMALLEST)  # [R * Hkv, n * group]
     partial = bmm(
         weights.reshape(-1, n * group, KEY_TILE).to(q.dtype), values.reshape(-1, KEY_TILE, values.shape[-1]), exact
     )
