@@ -183,13 +183,12 @@ def _combine_kernel(
     acc = tl.zeros([1, BLOCK_D], tl.float32)
     for first in range(0, spans, UNROLL):
         for index in tl.static_range(UNROLL):
+            # Past the last span it is read again, without any weight.
             span = first + index + tl.arange(0, 1)
-            part = place * max_spans + span
-            exists = span < spans
-            span_peak = tl.load(part_peak_ptr + part, mask=exists, other=LOWEST)
-            span_total = tl.load(part_total_ptr + part, mask=exists, other=0.0)
-            mask = exists[:, None] & (dim < D)[None, :]
-            span_acc = tl.load(part_acc_ptr + part[:, None] * D + dim[None, :], mask=mask, other=0.0)
+            part = place * max_spans + tl.minimum(span, spans - 1)
+            span_peak = tl.where(span < spans, tl.load(part_peak_ptr + part), LOWEST)
+            span_total = tl.load(part_total_ptr + part)
+            span_acc = tl.load(part_acc_ptr + part[:, None] * D + dim[None, :], mask=(dim < D)[None, :], other=0.0)
             peak, total, acc = combine(peak, total, acc, span_peak, span_total[:, None], span_acc)
     out = tl.where(total > 0, acc / total, 0.0)
     tl.store(out_ptr + place * D + dim[None, :], out.to(out_ptr.dtype.element_ty), mask=(dim < D)[None, :])
