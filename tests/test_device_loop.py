@@ -144,11 +144,7 @@ def test_what_the_device_does_not_sample_takes_the_plain_loop() -> None:
         return seen[-1]
 
     loop.covers = watched  # type: ignore[method-assign]
-    for p in (
-        SamplingParams(temperature=1, top_k=5),
-        SamplingParams(logprobs=2),
-        SamplingParams(repetition_penalty=1.1),
-    ):
-        p.max_tokens, p.seed = 6, 1
-        llm.generate([[3, 4]], p, progress=False)
-    assert not any(seen)
+    for option in ({"top_k": 5}, {"logprobs": 2}, {"repetition_penalty": 1.1}, {"logit_bias": {5: 1.0}}):
+        params = SamplingParams(temperature=1, seed=1, max_tokens=6, **option)  # type: ignore[arg-type]
+        llm.generate([[3, 4]], params, progress=False)
+    assert seen and not any(seen)

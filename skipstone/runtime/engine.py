@@ -13,11 +13,12 @@ from skipstone.core.observer import Observer
 from skipstone.core.request import FinishReason, Request
 from skipstone.errors import ConfigError, RequestError
 from skipstone.kernels.dispatch import choose_device, choose_ops
-from skipstone.models.base import CausalLM
+from skipstone.models.base import CausalLM, ModelConfig
 from skipstone.models.loader import Build, ModelInfo, build_model
 from skipstone.runtime.block_pool import BlockPool
 from skipstone.runtime.device_loop import DeviceStep
-from skipstone.runtime.memory import CachePlan, plan_caches
+from skipstone.runtime.dry_run import measure_room
+from skipstone.runtime.memory import CachePlan, Room, choose_block_size, plan_caches
 from skipstone.runtime.runner import ModelRunner, StepHandle
 from skipstone.runtime.scheduler import Scheduler
 from skipstone.runtime.speculation import Surroundings, make_speculation
@@ -55,7 +56,8 @@ class Engine:
         proposer = self.speculation.proposer
         specs = self.model.cache_specs() + (proposer.cache_specs() if proposer else [])
         draft_unit = proposer.needs.block_unit if proposer else 1
-        self.caches: CachePlan = plan_caches(config, info.config, specs, self.dtype, draft_unit)
+        room = self._measured_room(config, info.config, draft_unit)
+        self.caches: CachePlan = plan_caches(config, info.config, specs, self.dtype, draft_unit, room)
         if proposer and config.prefix_caching and proposer.needs.next_tokens > self.caches.block_size:
             # The positions that a request computes again behind a shared beginning must lie in its own last block.
             raise ConfigError(
@@ -78,6 +80,17 @@ class Engine:
             loop = self.runner.make_device_loop(config.max_num_seqs, k, self.caches.max_model_len, config.cuda_graphs)
             self.overlap = config.overlap and loop is not None
         self.vocab_size: int = info.config.vocab_size
+
+    def _measured_room(self, config: EngineConfig, model: ModelConfig, draft_unit: int) -> Room | None:
+        """On a GPU: what a dry run of the largest step leaves for the caches."""
+        if self.device.type == "cpu" or config.num_blocks or config.cache_memory_gb:
+            return None
+        block_size = choose_block_size(config, model, draft_unit)
+        rows = min(config.max_num_batched_tokens, model.max_position_embeddings)
+        sampled = config.max_num_seqs * (self.speculation.k + 1)
+        proposer = self.speculation.proposer
+        taps = proposer.needs.taps if proposer else ()
+        return measure_room(self.model, self.kernels.ops, block_size, self.dtype, rows, sampled, taps)
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestError for bad parameters, token ids or a prompt that does not fit."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -15,6 +16,7 @@ from skipstone.errors import ConfigError
 from skipstone.models.base import ModelConfig
 
 DEFAULT_SHARE = 0.25  # of the free memory for the caches, when nothing else is asked
+GPU_SHARE = 0.9  # of what is free on a GPU, which serves nothing else
 DEFAULT_SEQUENCES = 16  # no more than this many full-length sequences, when nothing else is asked
 SMALLEST_BLOCK = 32
 
@@ -41,13 +43,8 @@ def free_memory_bytes() -> int:
     return 4 << 30
 
 
-def plan_caches(
-    config: EngineConfig, model: ModelConfig, specs: list[CacheSpec], dtype: torch.dtype, draft_unit: int = 1
-) -> CachePlan:
-    """Resolve block size, number of blocks and longest sequence. Raises ConfigError when they cannot agree.
-
-    Blocks serve target and draft layers, so they hold whole sparse blocks of both.
-    """
+def choose_block_size(config: EngineConfig, model: ModelConfig, draft_unit: int = 1) -> int:
+    """Tokens of a cache block. Raises ConfigError when the one asked for does not hold whole sparse blocks."""
     unit = math.lcm(model.block_unit, draft_unit)
     block_size = config.block_size or unit * max(1, -(-SMALLEST_BLOCK // unit))
     if block_size % unit:
@@ -55,6 +52,41 @@ def plan_caches(
         if draft_unit > 1:
             whose = f"for the model's sparse block {model.block_unit} and the draft model's {draft_unit}"
         raise ConfigError(f"block_size={block_size} must be a multiple of {unit}, {whose}; pass --block-size {unit}")
+    return block_size
+
+
+class Room(NamedTuple):
+    """Memory that caches may take when nothing else is asked."""
+
+    free: int
+    share: float
+    step_bytes: int = 0  # what the largest step needs besides
+
+    @staticmethod
+    def on_cpu() -> Room:
+        """A modest share, as other programs run here too."""
+        return Room(free_memory_bytes(), DEFAULT_SHARE)
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return max(int(self.free * self.share) - self.step_bytes, 0)
+
+
+def plan_caches(
+    config: EngineConfig,
+    model: ModelConfig,
+    specs: list[CacheSpec],
+    dtype: torch.dtype,
+    draft_unit: int = 1,
+    room: Room | None = None,
+) -> CachePlan:
+    """Resolve block size, number of blocks and longest sequence. Raises ConfigError when they cannot agree.
+
+    Blocks serve target and draft layers, so they hold whole sparse blocks of both. `room`: on a GPU, what a dry run
+    of the largest step left.
+    """
+    block_size = choose_block_size(config, model, draft_unit)
     longest = config.max_model_len or model.max_position_embeddings
     if longest > model.max_position_embeddings:
         raise ConfigError(
@@ -67,9 +99,10 @@ def plan_caches(
     elif config.cache_memory_gb:
         blocks, reason = int(config.cache_memory_gb * 2**30 / (per_token * block_size)), "cache_memory_gb"
     else:
-        fitting = int(free_memory_bytes() * DEFAULT_SHARE / (per_token * block_size))
+        room = room or Room.on_cpu()
+        fitting = room.size // (per_token * block_size)
         blocks = min(fitting, DEFAULT_SEQUENCES * per_sequence)
-        limit = f"{DEFAULT_SEQUENCES} full sequences" if blocks < fitting else f"{DEFAULT_SHARE:.0%} of free memory"
+        limit = f"{DEFAULT_SEQUENCES} full sequences" if blocks < fitting else f"{room.share:.0%} of free memory"
         reason = limit
     if blocks < per_sequence:
         if config.max_model_len:

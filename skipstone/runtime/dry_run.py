@@ -1,0 +1,39 @@
+"""What the largest step of an engine needs on a GPU, measured by running one: so no later one runs out of memory."""
+
+from __future__ import annotations
+
+import torch
+
+from skipstone.attention.backend import AttentionGroups
+from skipstone.core.batch import FIRST_BLOCK
+from skipstone.core.kv_cache import CacheMemory, KVCache
+from skipstone.core.rows import QueryRows, build_batch
+from skipstone.kernels.ops import Ops
+from skipstone.models.base import CausalLM
+from skipstone.runtime.memory import GPU_SHARE, Room
+
+LOGIT_COPIES = 3  # processing the logits of sampled rows makes copies of them
+
+
+def measure_room(
+    model: CausalLM, ops: Ops, block_size: int, dtype: torch.dtype, rows: int, sampled: int, taps: tuple[int, ...]
+) -> Room:
+    """Run `rows` prompt rows and the logits of `sampled` rows; what is free afterwards, and what the run took."""
+    device = model.embed.device
+    blocks = -(-rows // block_size)
+    specs, config = model.cache_specs(), model.config
+    cache = KVCache(specs, CacheMemory(blocks + FIRST_BLOCK, block_size, dtype, device))
+    groups = AttentionGroups(specs, cache, config.softmax_scale, config.sparse, False, ops)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with torch.inference_mode(), device:
+        batch = build_batch([QueryRows([0] * rows, 0, list(range(FIRST_BLOCK, FIRST_BLOCK + blocks)))], block_size)
+        hidden = model(batch, groups.plan(batch), taps).final
+        logits = model.logits(hidden[:1].expand(sampled, -1).contiguous())
+        copies = LOGIT_COPIES * logits.nbytes
+    torch.cuda.synchronize()
+    needed = torch.cuda.max_memory_allocated() - before + copies
+    del cache, groups, batch, hidden, logits
+    torch.cuda.empty_cache()
+    return Room(torch.cuda.mem_get_info()[0], GPU_SHARE, needed)
