@@ -91,7 +91,7 @@ KERNELS = Registry(
             ("experts_forward", "moe", "moe"),
             ("dense_attention", "attention", "dense_attn"),
             ("block_select", "select", "select"),
-            ("token_select", "select", "select"),
+            ("token_select", "select", "token_select"),
             ("sparse_gqa", "attention", "sparse_gqa"),
             ("sparse_mla", "attention", "sparse_mla"),
             ("verify_page_table", "block_table", "block_table"),
