@@ -1,0 +1,348 @@
+"""Mixed load on the server for a while: texts, cache blocks, errors and memory must come out right.
+
+    python bench/soak.py [--minutes 10] [--model demo] [--clients 12] [--texts 48] [--seed 0] [--online M]
+
+First an engine without speculation and without memory pressure writes the texts that are expected. Then a server with
+too few cache blocks and a short queue gets requests from all clients at once: whole and streamed answers with any k,
+clients that leave during a stream or while they wait, bodies that are no requests, prompts and bodies that are too
+long. At the end its books are read; then the load goes on and the server gets a SIGTERM in the middle of it: every
+request under way must end with its text or a clean error. Exit code 1 when anything was wrong; the last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import collections
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from skipstone import LLM, SamplingParams
+
+ROOT = Path(__file__).resolve().parent.parent
+LIMITS = {"max_num_seqs": 8, "max_queue": 4, "num_blocks": 32, "max_model_len": 1024, "max_body_bytes": 100_000}
+LONGEST_PROMPT = 1200  # characters
+LARGEST_GROWTH = 0.03  # of the memory, from the middle third of the run to the last
+SHORTEST_RUN_S = 120.0  # for growth to be judged, and preemption to be missed
+KINDS: list[dict[str, Any]] = [
+    {}, {}, {"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.05}, {"frequency_penalty": 0.5}, {"repetition_penalty": 1.1},
+    {"stop": ["\n\n"]}, {"n": 2}, {"ignore_eos": True}, {"logit_bias": {"5": -100}},
+]  # fmt: skip
+BAD_BODIES: list[tuple[bytes, int]] = [
+    (b"", 400), (b"{", 400), (b"[1]", 400), (b'{"prompt": "a", "n": 0}', 400), (b'{"prompt": "a", "no_such": 1}', 400),
+    (b'{"prompt": "\xff"}', 400), (b'{"prompt": "a", "temperature": NaN}', 400), (b'{"prompt": []}', 400),
+    (b'{"prompt": "a", "max_tokens": "many"}', 400), (b'{"prompt": "a", "model": "other"}', 404),
+    (b'{"prompt": [99999999]}', 400), (b'{"prompt": "a", "speculation": {"k": 999}}', 400),
+]  # fmt: skip
+CUT_OFF = (httpx.ConnectError, httpx.ReadError, httpx.RemoteProtocolError, httpx.WriteError)
+
+
+class Text:
+    """One request and the texts that must come of it, one per choice."""
+
+    def __init__(self, prompt: str, fields: dict[str, Any]) -> None:
+        self.prompt, self.fields = prompt, fields
+        self.expected: list[str] = []
+
+
+def make_texts(count: int, draw: random.Random) -> list[Text]:
+    """Prompts of the held-out set with parameters of every kind."""
+    lines = (ROOT / "checkpoints" / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    prompts = [text for line in lines if len(text := json.loads(line)["prompt"]) <= LONGEST_PROMPT]
+    texts = []
+    for number, prompt in enumerate(draw.sample(prompts, count)):
+        fields: dict[str, Any] = {"seed": number, "max_tokens": draw.choice([8, 24, 60, 120]), "top_p": 1.0}
+        fields["temperature"] = draw.choice([0.0, 0.7, 1.0])
+        fields |= draw.choice(KINDS)
+        texts.append(Text(prompt, fields))
+    return texts
+
+
+def write_expected(model: str, texts: list[Text]) -> None:
+    """What the engine writes without speculation and with all the room it wants."""
+    params = []
+    for text in texts:
+        bias = {int(token): value for token, value in text.fields.get("logit_bias", {}).items()}
+        params.append(SamplingParams(**text.fields | {"logit_bias": bias}))
+    with LLM(model, spec="off") as llm:
+        outputs = llm.generate([text.prompt for text in texts], params, progress=False)
+    for text, output in zip(texts, outputs, strict=True):
+        text.expected = [choice.text for choice in output.outputs]
+
+
+class Server:
+    """The program as a user starts it; its log goes to a file."""
+
+    def __init__(self, model: str, online: int | None) -> None:
+        flags = [word for name, value in LIMITS.items() for word in ("--" + name.replace("_", "-"), str(value))]
+        flags += ["--online", str(online)] if online else []
+        command = [sys.executable, "-m", "skipstone", "serve", model, "--port", "0", "--log-format", "json", "--quiet"]
+        self.log = tempfile.NamedTemporaryFile("w+", suffix=".log", delete=False)  # noqa: SIM115 (it outlives this)
+        self.process = subprocess.Popen(
+            [*command, *flags], cwd=ROOT, stderr=self.log, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        )
+        self.url = self._wait_ready()
+
+    def _wait_ready(self) -> str:
+        end = time.monotonic() + 120
+        while time.monotonic() < end and self.process.poll() is None:
+            found = re.search(r'"event": "ready", "url": "([^"]+)"', Path(self.log.name).read_text())
+            if found:
+                return found[1]
+            time.sleep(0.1)
+        raise SystemExit(f"the server did not start: {Path(self.log.name).read_text()}")
+
+    @property
+    def memory(self) -> float:
+        """Resident megabytes."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(re.search(r"VmRSS:\s+(\d+)", status)[1]) / 1024  # type: ignore[index]
+
+    def metrics(self) -> dict[str, float]:
+        """Every sample of /metrics: name, with the labels that are its own -> value."""
+        found = {}
+        for line in httpx.get(self.url + "/metrics", timeout=60).text.splitlines():
+            if not line.startswith("#"):
+                name, value = line.rsplit(" ", 1)
+                found[re.sub(r'(model_name|engine)="[^"]*",?', "", name).replace(",}", "}").replace("{}", "")] = float(
+                    value
+                )
+        return found
+
+    def errors(self) -> list[str]:
+        """Lines of the log that say that something went wrong."""
+        lines = Path(self.log.name).read_text().splitlines()
+        return [line for line in lines if '"level": "error"' in line or "Traceback" in line]
+
+
+class Load:
+    """The clients, and what came of their requests."""
+
+    def __init__(self, url: str, texts: list[Text], seed: int) -> None:
+        self.url, self.texts, self.seed = url, texts, seed
+        self.counts: collections.Counter[str] = collections.Counter()
+        self.wrong: list[str] = []
+        self.stopping = False  # the server is: refusals and closed connections are as they should be
+
+    async def run(self, clients: int, until: float, watch: Any = None) -> None:
+        """All clients at once until that time; `watch` is called every half second."""
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        async with httpx.AsyncClient(base_url=self.url, timeout=120, limits=limits) as http:
+            tasks = [asyncio.create_task(Client(self, http, number, until).run()) for number in range(clients)]
+            while not all(task.done() for task in tasks):
+                if watch is not None:
+                    watch()
+                await asyncio.sleep(0.5)
+            await asyncio.gather(*tasks)
+
+
+class Client:
+    """One after the other, requests of every kind."""
+
+    def __init__(self, load: Load, http: httpx.AsyncClient, number: int, until: float) -> None:
+        self.load, self.http, self.until = load, http, until
+        self.draw = random.Random(f"{load.seed} {number} {until}")
+        self.late = False  # whether the server was already ending when the request was sent
+
+    async def run(self) -> None:
+        """Go on until the time is over."""
+        actions = [self._whole, self._stream, self._leave_stream, self._leave, self._bad, self._too_long, self._look]
+        while time.monotonic() < self.until:
+            (action,) = self.draw.choices(actions, weights=[26, 26, 14, 8, 10, 8, 8])
+            self.late = self.load.stopping
+            try:
+                await action()
+            except CUT_OFF as error:
+                self._note("no connection", self.late, repr(error))
+                await asyncio.sleep(0.2)
+
+    def _note(self, outcome: str, right: bool, detail: str) -> None:
+        under_way = self.load.stopping and not self.late
+        self.load.counts["under way, then " + outcome if under_way else outcome] += 1
+        if not right:
+            self.load.wrong.append(f"{outcome}: {detail:.300}")
+
+    def _body(self, stream: bool) -> tuple[Text, dict[str, Any]]:
+        text = self.draw.choice(self.load.texts)
+        extra: dict[str, Any] = {"speculation": {"k": self.draw.randint(0, 3)}} if self.draw.random() < 0.5 else {}
+        return text, {"prompt": text.prompt, "stream": stream, **text.fields, **extra}
+
+    def _compare(self, text: Text, texts: list[str]) -> None:
+        self._note("text", texts == text.expected, f"{text.fields}: {texts} instead of {text.expected}")
+
+    async def _refused(self, answer: httpx.Response) -> None:
+        """A full queue, or a server that is ending, says so in the API's way."""
+        error = json.loads(await answer.aread())["error"]
+        allowed = {429: "queue_full"} | ({503: "draining"} if self.load.stopping else {})
+        right = allowed.get(answer.status_code) == error["code"] and "retry-after" in answer.headers
+        self._note(f"refused with {answer.status_code}", right, str(error))
+        await asyncio.sleep(0.1)
+
+    async def _whole(self) -> None:
+        text, body = self._body(stream=False)
+        answer = await self.http.post("/v1/completions", json=body)
+        if answer.status_code != httpx.codes.OK:
+            await self._refused(answer)
+            return
+        choices = sorted(answer.json()["choices"], key=lambda choice: choice["index"])
+        self._compare(text, [choice["text"] for choice in choices])
+
+    async def _stream(self) -> None:
+        text, body = self._body(stream=True)
+        parts = [""] * text.fields.get("n", 1)
+        async with self.http.stream("POST", "/v1/completions", json=body) as answer:
+            if answer.status_code != httpx.codes.OK:
+                await self._refused(answer)
+                return
+            async for line in answer.aiter_lines():
+                if line == "data: [DONE]":
+                    self._compare(text, parts)
+                    return
+                if line:
+                    event = json.loads(line.removeprefix("data: "))
+                    if "error" in event:
+                        code = event["error"]["code"]
+                        self._note("ended by an error event", self.load.stopping and code == "draining", str(event))
+                        return
+                    for choice in event["choices"]:
+                        parts[choice["index"]] += choice["text"]
+        self._note("stream without an end", False, str(body))
+
+    async def _leave_stream(self) -> None:
+        _, body = self._body(stream=True)
+        events = self.draw.randint(0, 12)
+        async with self.http.stream("POST", "/v1/completions", json=body | {"ignore_eos": True}) as answer:
+            if answer.status_code != httpx.codes.OK:
+                await self._refused(answer)
+                return
+            async for _ in answer.aiter_lines():
+                if events == 0:
+                    self._note("left a stream", True, "")
+                    return
+                events -= 1
+
+    async def _leave(self) -> None:
+        _, body = self._body(stream=False)
+        with contextlib.suppress(TimeoutError):
+            ask = self.http.post("/v1/completions", json=body | {"max_tokens": 400, "ignore_eos": True})
+            await asyncio.wait_for(ask, self.draw.uniform(0.01, 2.0))
+            return
+        self._note("left while waiting", True, "")
+
+    async def _bad(self) -> None:
+        body, status = self.draw.choice(BAD_BODIES)
+        answer = await self.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+        right = answer.status_code == status or (self.load.stopping and answer.status_code == 503)
+        self._note("bad body", right, f"{body!r}: {answer.status_code} {answer.text}")
+
+    async def _too_long(self) -> None:
+        words, status = self.draw.choice([(3_000, 400), (40_000, 413)])
+        answer = await self.http.post("/v1/completions", json={"prompt": "word " * words})
+        right = answer.status_code == status or (self.load.stopping and answer.status_code == 503)
+        self._note("too long", right, f"{words} words: {answer.status_code} {answer.text}")
+
+    async def _look(self) -> None:
+        path = self.draw.choice(["/health", "/ready", "/metrics", "/v1/models", "/openapi.json"])
+        answer = await self.http.get(path)
+        right = answer.status_code == 200 or (self.load.stopping and answer.status_code == 503)
+        self._note("looked", right, f"{path}: {answer.status_code}")
+
+
+def growth(memory: list[float]) -> float:
+    """By what share the largest value of the last third exceeds that of the middle third."""
+    third = max(len(memory) // 3, 1)
+    return max(memory[-third:]) / max(memory[third : 2 * third] or memory) - 1
+
+
+def wait_idle(server: Server) -> dict[str, float]:
+    """The metrics once nothing runs, or after half a minute."""
+    for _ in range(60):
+        metrics = server.metrics()
+        if metrics["vllm:num_requests_running"] == metrics["vllm:num_requests_waiting"] == 0:
+            break
+        time.sleep(0.5)
+    return metrics
+
+
+async def terminate(server: Server, load: Load, clients: int) -> int:
+    """SIGTERM in the middle of the load; the exit code."""
+
+    def signal_once() -> None:
+        if not load.stopping and time.monotonic() > began + 2 and sum(load.counts.values()) > before + clients:
+            load.stopping = True
+            server.process.send_signal(signal.SIGTERM)
+
+    began, before = time.monotonic(), sum(load.counts.values())
+    await load.run(clients, began + 10, signal_once)
+    return server.process.wait(60)
+
+
+def main() -> int:
+    """Run it and report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--clients", type=int, default=12)
+    parser.add_argument("--texts", type=int, default=48)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--online", type=int, metavar="M", help="the server recomputes one of M verify steps")
+    args = parser.parse_args()
+    texts = make_texts(args.texts, random.Random(args.seed))
+    write_expected(args.model, texts)
+    server = Server(args.model, args.online)
+    try:
+        load, memory = Load(server.url, texts, args.seed), []
+        seconds = 60 * args.minutes
+        asyncio.run(load.run(args.clients, time.monotonic() + seconds, lambda: memory.append(server.memory)))
+        metrics = wait_idle(server)
+        under_load = dict(load.counts)
+        exit_code = asyncio.run(terminate(server, load, args.clients))
+    finally:
+        server.process.kill()
+    result = {
+        "bench": "soak", "model": args.model, "seconds": seconds, "clients": args.clients, "texts": args.texts,
+        "outcomes": under_load, "outcomes_with_sigterm": dict(load.counts - collections.Counter(under_load)),
+        "wrong": len(load.wrong), "log_errors": len(server.errors()), "exit_code_after_sigterm": exit_code,
+        "leaked_blocks": round(metrics["vllm:kv_cache_usage_perc"] * LIMITS["num_blocks"]),
+        "answers_5xx": sum(n for name, n in metrics.items() if re.match(r'skipstone_http_responses.*"5\d\d"', name)),
+        "preemptions": metrics["vllm:num_preemptions_total"],
+        "aborts": metrics['vllm:request_success_total{finished_reason="abort"}'],
+        "generated_tokens": metrics["vllm:generation_tokens_total"],
+        "tokens_per_verify_step": round(metrics["skipstone_acceptance_length"], 3),
+        "memory_mb": [round(memory[0], 1), round(max(memory), 1), round(memory[-1], 1)],
+        "memory_growth": round(growth(memory), 4),
+    }  # fmt: skip
+    if args.online:
+        result |= {name: metrics[f"skipstone_{name}_total"] for name in ("online_checks", "online_mismatches")}
+    faults = [
+        f"{result[name]} {name}" for name in ("wrong", "log_errors", "leaked_blocks", "answers_5xx") if result[name]
+    ]
+    faults += [] if exit_code == 0 else [f"exit code {exit_code}"]
+    faults += [] if under_load.get("text") else ["no text"]
+    if seconds >= SHORTEST_RUN_S:
+        faults += [] if result["preemptions"] else ["no preemption"]
+        faults += ["memory grew"] if result["memory_growth"] > LARGEST_GROWTH else []
+    faults += ["online mismatches"] if result.get("online_mismatches") else []
+    for line in [*load.wrong[:20], *server.errors()[:20]]:
+        print(line)
+    for name, value in result.items():
+        print(f"{name:26}{value}")
+    print("FAULTS: " + ", ".join(faults) if faults else "no faults")
+    print(json.dumps(result | {"faults": faults}))
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
