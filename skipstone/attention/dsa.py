@@ -45,7 +45,7 @@ class TokenIndexBackend:
         """Everything is selected when all of it fits the budget."""
         everything = None
         if batch.max_seq_len <= self.settings.budget:
-            everything = Selection(select_all(batch.positions[None], 1, 1, self.settings.budget)[0], 1)
+            everything = Selection(select_all(batch.positions[None], 1, 1, self.settings.budget)[0].contiguous(), 1)
         return TokenIndexMetadata(batch, everything)
 
     def select(self, metadata: TokenIndexMetadata, layer: int, index: IndexQuery, cache: KVCache) -> Selection:

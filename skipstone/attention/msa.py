@@ -46,7 +46,7 @@ class BlockIndexBackend:
         unit, budget, _, _, groups, _ = self.settings
         everything = None
         if batch.max_seq_len <= unit * budget:
-            everything = Selection(select_all(batch.positions[None], unit, groups, budget)[0], unit)
+            everything = Selection(select_all(batch.positions[None], unit, groups, budget)[0].contiguous(), unit)
         return BlockIndexMetadata(batch, everything)
 
     def select(self, metadata: BlockIndexMetadata, layer: int, index: IndexQuery, cache: KVCache) -> Selection:
