@@ -72,11 +72,11 @@ def counters(device: torch.device) -> Tensor:
 def dot(a, b, acc):
     """a [M, K] times b [K, N] plus acc [M, N], float32 accumulator.
 
-    The interpreter knows no bfloat16 products, and its float32 ones depend on a row's place in the tile.
+    The interpreter's float32 products depend on a row's place in the tile; those in float64 do not after rounding.
     """
     if INTERPRETED:
-        products = a.to(tl.float32)[:, :, None] * b.to(tl.float32)[None, :, :]
-        result = acc + tl.sum(products, axis=1)
+        wide = tl.dot(a.to(tl.float32).to(tl.float64), b.to(tl.float32).to(tl.float64), out_dtype=tl.float64)
+        result = acc + wide.to(tl.float32)
     else:
         result = tl.dot(a, b, acc, input_precision="ieee")
     return result

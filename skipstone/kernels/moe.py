@@ -159,7 +159,7 @@ def _down_kernel(
     weights_ptr,  # [pairs] float32
     weight_ptr,  # [EXPERTS, K, N]
     partial_ptr,  # [pairs, N]
-    out_ptr,  # [T, N] float32
+    out_ptr,  # [T, N]
     counter_ptr,  # [column tiles] int32, zero before and after
     pairs,
     w_stride_e,
@@ -211,7 +211,13 @@ def _down_kernel(
 
 
 def _experts_decode(
-    x: Tensor, experts: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: GatedActivation
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    activation: GatedActivation,
+    out_dtype: torch.dtype,
 ) -> Tensor:
     """`experts_forward` for at most DECODE_ROWS rows."""
     (rows, hidden), (stored, inner_size), hip = x.shape, down.shape[:2], is_hip()
@@ -219,7 +225,7 @@ def _experts_decode(
     pairs = rows * top_k
     inner = torch.empty(pairs, inner_size, dtype=gate_up.dtype, device=x.device)
     partial = torch.empty(pairs, hidden, dtype=gate_up.dtype, device=x.device)
-    out = torch.empty(rows, hidden, dtype=torch.float32, device=x.device)
+    out = torch.empty(rows, hidden, dtype=out_dtype, device=x.device)
     block_m = 16 if rows <= 16 or knobs.runtime.interpret else 32
     chunk = min(CHUNK, max(16, triton.next_power_of_2(pairs)))
     common = {"TOP_K": top_k, "EXPERTS": stored, "BLOCK_E": triton.next_power_of_2(stored + 1), "BLOCK_M": block_m}
@@ -250,16 +256,17 @@ def experts_forward(
     down: Tensor,
     activation: GatedActivation,
     exact: bool,
+    out_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Weighted sum of each row's experts.
 
-    x [T, H], experts [T, K] int32 or int64, weights [T, K] float32, gate_up [E, H, 2I], down [E, I, H]. Returns [T, H]
-    float32. Each expert's result is rounded to the weights' dtype before the sum.
+    x [T, H], experts [T, K] int32 or int64, weights [T, K] float32, gate_up [E, H, 2I], down [E, I, H]. Each
+    expert's result is rounded to the weights' dtype, and the sum goes in float32. Returns [T, H] in `out_dtype`.
     """
     if x.shape[0] == 0:
-        return torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        return torch.zeros(x.shape, dtype=out_dtype, device=x.device)
     experts, weights = experts.contiguous(), weights.contiguous()
     x = x if x.stride(1) == 1 else x.contiguous()
     if x.shape[0] <= DECODE_ROWS:
-        return _experts_decode(x, experts, weights, gate_up, down, activation)
-    return experts_prefill(x, experts, weights, gate_up, down, activation, exact)
+        return _experts_decode(x, experts, weights, gate_up, down, activation, out_dtype)
+    return experts_prefill(x, experts, weights, gate_up, down, activation, exact, out_dtype)

@@ -211,6 +211,7 @@ def experts_prefill(
     down: Tensor,
     activation: GatedActivation,
     exact: bool,
+    out_dtype: torch.dtype,
 ) -> Tensor:
     """`moe.experts_forward` for many rows. Its own kernels launch as many programs as rows could need tiles."""
     (rows, hidden), (stored, inner_size), hip = x.shape, down.shape[:2], is_hip()
@@ -219,7 +220,7 @@ def experts_prefill(
     order, starts = _starts(experts, stored)
     inner = torch.empty(pairs, inner_size, dtype=gate_up.dtype, device=x.device)
     partial = torch.empty(pairs, hidden, dtype=gate_up.dtype, device=x.device)
-    out = torch.empty(rows, hidden, dtype=torch.float32, device=x.device)
+    out = torch.empty(rows, hidden, dtype=out_dtype, device=x.device)
     common = {"EXPERTS": stored, "BLOCK_E": triton.next_power_of_2(stored), "GROUP": GROUP, **compile_options(hip)}
 
     def launch(tiles: Tiles, k: int, n: int) -> tuple[tuple[int], dict[str, int]]:

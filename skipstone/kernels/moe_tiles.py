@@ -20,7 +20,7 @@ def gate(gates, ups, alpha, limit, shift):
 def combine(
     partial_ptr,  # [rows * TOP_K, N]
     weights_ptr,  # [rows * TOP_K] float32
-    out_ptr,  # [rows, N] float32
+    out_ptr,  # [rows, N]
     first,
     rows,
     n,
@@ -46,4 +46,4 @@ def combine(
             # Past the L1, which may hold another use of this memory.
             part = tl.load(partial_ptr + pair[:, None] * N + n[None, :], mask=mask, other=0.0, cache_modifier=".cg")
             total = tl.fma(part.to(tl.float32), tl.broadcast_to(weight[:, None], [BLOCK_M, BLOCK_N]), total)
-        tl.store(out_ptr + m.to(tl.int64)[:, None] * N + n[None, :], total, mask=mask)
+        tl.store(out_ptr + m.to(tl.int64)[:, None] * N + n[None, :], total.to(out_ptr.dtype.element_ty), mask=mask)

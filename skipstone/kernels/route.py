@@ -38,19 +38,21 @@ def _keep_groups(
 def _route_kernel(
     logits_ptr,  # [T, EXPERTS] float32
     bias_ptr,  # [EXPERTS] float32
-    ids_ptr,  # [T, TOP_K] int64
-    weights_ptr,  # [T, TOP_K] float32
+    ids_ptr,  # [T, COLUMNS] int64
+    weights_ptr,  # [T, COLUMNS] float32
     row_stride,
     scaling,
+    shared,
     EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
+    COLUMNS: tl.constexpr,
     GROUPS: tl.constexpr,
     KEPT: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One program per row."""
+    """One program per row. Columns behind TOP_K hold `shared` with weight 1."""
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK_E)
     inside = expert < EXPERTS
@@ -63,7 +65,7 @@ def _route_kernel(
     if GROUPS > 1:
         biased = _keep_groups(biased, expert, EXPERTS, GROUPS, KEPT, BLOCK_G)
     slot_id = tl.arange(0, BLOCK_K)
-    ids = tl.zeros([BLOCK_K], tl.int32)
+    ids = tl.zeros([BLOCK_K], tl.int32) + shared
     weights = tl.zeros([BLOCK_K], tl.float32)
     total = 0.0
     for slot in tl.static_range(TOP_K):
@@ -74,26 +76,34 @@ def _route_kernel(
         ids = tl.where(slot_id == slot, chosen, ids)
         weights = tl.where(slot_id == slot, score, weights)
     weights = tl.div_rn(weights, tl.zeros([BLOCK_K], tl.float32) + (total + 1e-20)) * scaling
-    taken = slot_id < TOP_K
-    tl.store(ids_ptr + row * TOP_K + slot_id, ids.to(tl.int64), mask=taken)
-    tl.store(weights_ptr + row * TOP_K + slot_id, weights, mask=taken)
+    weights = tl.where(slot_id < TOP_K, weights, 1.0)
+    tl.store(ids_ptr + row * COLUMNS + slot_id, ids.to(tl.int64), mask=slot_id < COLUMNS)
+    tl.store(weights_ptr + row * COLUMNS + slot_id, weights, mask=slot_id < COLUMNS)
 
 
 def route(
-    router_logits: Tensor, bias: Tensor, top_k: int, scaling: float, groups: int = 1, kept_groups: int = 1
+    router_logits: Tensor,
+    bias: Tensor,
+    top_k: int,
+    scaling: float,
+    groups: int = 1,
+    kept_groups: int = 1,
+    shared: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Pick `top_k` experts per row by sigmoid score + bias; see the reference's `route`.
 
-    Returns expert ids [T, top_k] int64 and weights [T, top_k] float32. Ids are experts even where logits are NaN.
+    Returns expert ids [T, top_k (+ 1)] int64 and weights of that shape, float32. Ids are experts even where logits are
+    NaN.
     """
     rows, experts = router_logits.shape
-    ids = torch.empty(rows, top_k, dtype=torch.int64, device=router_logits.device)
-    weights = torch.empty(rows, top_k, dtype=torch.float32, device=router_logits.device)
+    columns = top_k + (shared is not None)
+    ids = torch.empty(rows, columns, dtype=torch.int64, device=router_logits.device)
+    weights = torch.empty(rows, columns, dtype=torch.float32, device=router_logits.device)
     if rows:
         _route_kernel[(rows,)](
-            router_logits, bias, ids, weights, router_logits.stride(0), scaling,
-            EXPERTS=experts, TOP_K=top_k, GROUPS=groups, KEPT=kept_groups,
+            router_logits, bias, ids, weights, router_logits.stride(0), scaling, 0 if shared is None else shared,
+            EXPERTS=experts, TOP_K=top_k, COLUMNS=columns, GROUPS=groups, KEPT=kept_groups,
             BLOCK_E=triton.next_power_of_2(experts), BLOCK_G=triton.next_power_of_2(groups),
-            BLOCK_K=triton.next_power_of_2(top_k), num_warps=1,
+            BLOCK_K=triton.next_power_of_2(columns), num_warps=1,
         )  # fmt: skip
     return ids, weights
