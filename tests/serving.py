@@ -17,9 +17,9 @@ import uvicorn
 
 from skipstone import LLM
 from skipstone.serve.api import make_app
-from skipstone.serve.metrics import PhaseClock
 from skipstone.serve.server_config import ServerConfig
 from skipstone.serve.service import Service
+from skipstone.serve.step_observer import StepObserver
 
 LONG = {"max_tokens": 3000, "extra_body": {"ignore_eos": True}}
 
@@ -52,9 +52,9 @@ class Serving:
 
 @contextmanager
 def serving(model: str = "demo", server: dict[str, Any] | None = None, **engine: Any) -> Iterator[Serving]:
-    clock = PhaseClock()
-    llm = LLM(model, observer=clock, **engine)
-    service = Service(llm, ServerConfig(**server or {}), clock)
+    observer = StepObserver()
+    llm = LLM(model, observer=observer, **engine)
+    service = Service(llm, ServerConfig(**server or {}), observer)
     listener = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(make_app(service), lifespan="off", log_config=None, access_log=False, ws="none")
     http = uvicorn.Server(config)

@@ -436,7 +436,6 @@ class TestErrors:
             ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
             ({"top_logprobs": 3}, "top_logprobs"),
             ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
-            ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
             ({"reasoning_effort": "high"}, "reasoning_effort"),
         ],
     )

@@ -20,11 +20,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from skipstone.serve.api_errors import ApiError, ClientLeft, engine_failed
 from skipstone.serve.api_routes import ENDPOINTS, Endpoint, unknown_address
 from skipstone.serve.api_schema import openapi
+from skipstone.serve.page_files import page_routes
 from skipstone.serve.service import Service, program_version
 
 LOG = logging.getLogger("skipstone.http")
 OPEN_PATHS = frozenset(endpoint.path for endpoint in ENDPOINTS if endpoint.is_open)
-QUIET_PATHS = OPEN_PATHS | {"/metrics"}  # asked for every few seconds, so not logged
+QUIET_PATHS = OPEN_PATHS | {"/metrics", "/v1/stats"}  # asked for every few seconds, so not logged
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
@@ -50,6 +51,11 @@ class Gate:
             Route(endpoint.path.replace("{model}", "{model:path}"), self._endpoint(endpoint), methods=[endpoint.method])
             for endpoint in ENDPOINTS
         ]
+        self._open_paths = OPEN_PATHS
+        if service.config.ui:
+            page = page_routes()
+            routes += page
+            self._open_paths = OPEN_PATHS | {route.path for route in page}
         self._router = Router(routes, redirect_slashes=False)
 
     def _endpoint(self, endpoint: Endpoint) -> Any:
@@ -84,7 +90,7 @@ class Gate:
                 LOG.info("request", extra=log)
 
     def _check_key(self, scope: Scope, headers: Headers) -> None:
-        if not self._keys or scope["path"] in OPEN_PATHS:
+        if not self._keys or scope["path"] in self._open_paths:
             return
         scheme, _, key = headers.get("authorization", "").partition(" ")
         # All keys are compared, so that the time taken does not tell which one was near.

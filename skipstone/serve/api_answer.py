@@ -23,6 +23,7 @@ EVENTS = [
     (b"x-accel-buffering", b"no"),  # proxies shall pass events on at once
 ]
 DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": waiting\n\n"  # clients pass over it; proxies see that the connection is alive
 
 
 class Answer:
@@ -63,8 +64,8 @@ class Answer:
     async def _stream(self, generation: Generation, writer: Writer, send: Send) -> None:
         begun = False
         try:
-            async for ready in _translated(generation):
-                events = b"".join([_event(writer.event(delta)) for delta in ready])
+            async for ready in _translated(generation, self._service.config.keep_alive):
+                events = b"".join([_event(writer.event(delta)) for delta in ready]) or KEEP_ALIVE
                 if not begun:
                     await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
                     begun = True
@@ -78,14 +79,41 @@ class Answer:
         await send({"type": "http.response.body", "body": end})
 
 
+class Feed:
+    """An ASGI application: an event every so many seconds, until the client leaves or the server ends."""
+
+    def __init__(self, make: Callable[[], msgspec.Struct], seconds: float) -> None:
+        self._make = make
+        self._seconds = seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send events."""
+        await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
+        leaving = asyncio.create_task(_left(receive))
+        try:
+            while not leaving.done() and not scope["app"].service.draining:
+                await send({"type": "http.response.body", "body": _event(self._make()), "more_body": True})
+                await asyncio.wait([leaving], timeout=self._seconds)
+            if not leaving.done():
+                await send({"type": "http.response.body", "body": DONE})
+        finally:
+            leaving.cancel()
+
+
+async def _left(receive: Receive) -> None:
+    """Returns when the client leaves."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 def _event(struct: msgspec.Struct) -> bytes:
     return b"data: " + msgspec.json.encode(struct) + b"\n\n"
 
 
-async def _translated(generation: Generation) -> AsyncIterator[list[Delta]]:
+async def _translated(generation: Generation, patience: float | None = None) -> AsyncIterator[list[Delta]]:
     """The generation's deltas, with the engine's errors as the API words them."""
     try:
-        async for ready in generation:
+        async for ready in generation.ready(patience):
             yield ready
     except SkipstoneError as error:
         raise from_engine(error, generation.job.names) from None
@@ -107,8 +135,7 @@ def _watched(generation: Generation, receive: Receive, timeout: float | None) ->
 
 
 async def _wait_for_leave(generation: Generation, receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    await _left(receive)
     generation.fail(ClientLeft())
 
 

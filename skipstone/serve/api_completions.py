@@ -21,7 +21,7 @@ class CompletionWriter:
     """Texts, whole or in pieces."""
 
     def __init__(self, service: Service, body: CompletionRequest, job: Job, timing: Timing) -> None:
-        self.totals = Totals(service, job, body, timing)
+        self.totals = Totals(service, job, timing, body.prediction is not None)
         self._service = service
         self._body = body
         self._job = job
@@ -70,7 +70,7 @@ class CompletionWriter:
         logprobs = None
         if entries is not None:
             logprobs = self._logprobs(delta.index, token_ids, entries)
-        return CompletionChoice(index=delta.index, text=text, logprobs=logprobs, **extras(body, delta))
+        return CompletionChoice(index=delta.index, text=text, logprobs=logprobs, **extras(self._service, body, delta))
 
     def _prompt_text(self, place: int) -> str:
         prompt = self._body.prompt

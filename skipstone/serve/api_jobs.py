@@ -9,6 +9,7 @@ from skipstone.errors import SkipstoneError
 from skipstone.serve.api_errors import ApiError, bad_request, from_engine
 from skipstone.serve.api_requests import ChatRequest, CompletionRequest, Content, Sampling
 from skipstone.serve.api_structured import Constraint, constraint
+from skipstone.serve.api_tools import ToolUse
 from skipstone.serve.generation import Job
 from skipstone.serve.service import Service
 
@@ -23,14 +24,15 @@ API_NAMES = {name: name for name in SamplingParams.__struct_fields__} | {"num_sp
 async def completion_job(service: Service, body: CompletionRequest, request_id: str) -> Job:
     """The job of a /v1/completions body. Raises ApiError."""
     prompts = await _read_prompts(service, body.prompt)
-    wanted = {"logprobs": body.logprobs}
+    wanted: dict[str, Any] = {"logprobs": body.logprobs}
     if body.echo and body.logprobs is not None:
         wanted["prompt_logprobs"] = body.logprobs
     room = service.max_model_len - max(map(len, prompts))
-    return await _job(service, body, request_id, prompts, body.max_tokens, min(COMPLETION_TOKENS, room), wanted)
+    default = min(COMPLETION_TOKENS, room)
+    return await _job(service, body, request_id, prompts, body.max_tokens, default, wanted, constraint(body))
 
 
-async def chat_job(service: Service, body: ChatRequest, request_id: str) -> Job:
+async def chat_job(service: Service, body: ChatRequest, tools: ToolUse | None, request_id: str) -> Job:
     """The job of a /v1/chat/completions body. Raises ApiError."""
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs=true", "top_logprobs")
@@ -38,12 +40,17 @@ async def chat_job(service: Service, body: ChatRequest, request_id: str) -> Job:
     if len(limits) == 2:
         raise bad_request("max_tokens and max_completion_tokens differ; send one of them", "max_completion_tokens")
     try:
-        prompt = await service.encode_chat(body.messages, body.add_generation_prompt is not False)
+        prompt_tools = tools.prompt_tools if tools else None
+        prompt = await service.encode_chat(body.messages, body.add_generation_prompt is not False, prompt_tools)
     except SkipstoneError as error:
         code = "missing_chat_template" if "has no chat template" in str(error) else "invalid_value"
-        raise bad_request(_without_paths(error, service), "messages", code) from None
-    wanted = {"logprobs": (body.top_logprobs or 0) if body.logprobs else None}
-    return await _job(service, body, request_id, [prompt], limits.pop() if limits else None, None, wanted)
+        raise bad_request(without_paths(error, service), "messages", code) from None
+    wanted: dict[str, Any] = {"logprobs": (body.top_logprobs or 0) if body.logprobs else None}
+    asked = constraint(body)
+    if tools is not None:
+        asked = tools.constraint(asked)
+        wanted["skip_special_tokens"] = False  # the marks of a call may be such tokens
+    return await _job(service, body, request_id, [prompt], limits.pop() if limits else None, None, wanted, asked)
 
 
 async def _job(
@@ -53,14 +60,14 @@ async def _job(
     prompts: list[list[int]],
     max_tokens: int | None,
     default_max_tokens: int | None,
-    wanted: dict[str, int | None],
+    wanted: dict[str, Any],
+    asked: Constraint | None,
 ) -> Job:
     service.check_model(body.model)
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options needs stream=true", "stream_options")
     _check_lengths(service, prompts, max_tokens, "messages" if isinstance(body, ChatRequest) else "prompt")
     wanted = wanted | {"max_tokens": default_max_tokens if max_tokens is None else max_tokens}
-    asked = constraint(body)
     names = API_NAMES | (asked.names if asked else {})
     params = _params(service, body, wanted, asked, names)
     job = Job(
@@ -80,7 +87,7 @@ async def _job(
 def _params(
     service: Service,
     body: Sampling,
-    wanted: dict[str, int | None],
+    wanted: dict[str, Any],
     asked: Constraint | None,
     names: dict[str, str],
 ) -> SamplingParams:
@@ -181,6 +188,6 @@ def _check_lengths(service: Service, prompts: list[list[int]], max_tokens: int |
     raise ApiError(400, message, param=param, code="context_length_exceeded")
 
 
-def _without_paths(error: SkipstoneError, service: Service) -> str:
+def without_paths(error: SkipstoneError, service: Service) -> str:
     """The message without where the model lies on the server's disk."""
     return str(error).replace(str(service.llm.folder), service.name)

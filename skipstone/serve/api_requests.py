@@ -50,12 +50,66 @@ class Prediction(Body, kw_only=True):
     content: Content
 
 
+class CalledFunction(Body, kw_only=True):
+    """Which function an answer called; `arguments`: a JSON object, as text."""
+
+    name: str
+    arguments: str
+
+
+class MadeCall(Body, kw_only=True):
+    """A call that an earlier answer made."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    index: int | None = None
+    function: CalledFunction
+
+
 class Message(Body, kw_only=True):
-    """One turn of a conversation."""
+    """One turn of a conversation. `content` may be missing beside `tool_calls`.
+
+    Fields that can only be null are what clients send back with an answer.
+    """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Content
+    content: Content | None = None
     name: str | None = None
+    tool_calls: list[MadeCall] | None = None
+    tool_call_id: str | None = None
+    refusal: None = None
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
+
+
+class FunctionDefinition(Body, kw_only=True):
+    """What the model may call; `parameters`: the schema of an object. `strict`: calls always fit it."""
+
+    name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: Schema | None = None
+    strict: bool | None = None
+
+
+class Tool(Body, kw_only=True):
+    """A function; there are no other tools."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class NamedFunction(Body, kw_only=True):
+    """The function to call."""
+
+    name: str
+
+
+class NamedTool(Body, kw_only=True):
+    """The tool to use."""
+
+    type: Literal["function"]
+    function: NamedFunction
 
 
 class JsonSchema(Body, kw_only=True):
@@ -111,6 +165,7 @@ class Sampling(Body, kw_only=True):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    return_token_strs: bool | None = None
     return_token_origins: bool | None = None
     speculation: SpeculationOptions | None = None
     prediction: Prediction | None = None
@@ -134,6 +189,20 @@ class ChatRequest(Sampling, kw_only=True):
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool | None = None
+
+
+class TemplateRequest(Body, kw_only=True):
+    """A conversation to be rendered as a prompt."""
+
+    model: str | None = None
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
 
 
@@ -146,6 +215,14 @@ class TokenizeRequest(Body, kw_only=True):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
+
+
+class TraceRequest(Body, kw_only=True):
+    """The tokens before the one in question, and how many of the likely ones to name (5)."""
+
+    model: str | None = None
+    tokens: Annotated[list[TokenId], Meta(min_length=1)]
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
 
 
 class DetokenizeRequest(Body, kw_only=True):
@@ -164,8 +241,8 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "chat_template": ((), "the model's own template is used"),
     "chat_template_kwargs": (({},), "the model's own template is used as it is"),
     "continue_final_message": ((False,), "use /v1/completions with the text so far"),
-    "function_call": (("none", "auto"), "tools are not served"),
-    "functions": (([],), "tools are not served"),
+    "function_call": (("none", "auto"), "use tool_choice"),
+    "functions": (([],), "use tools"),
     "guided_choice": ((), "use structured_outputs.choice"),
     "guided_decoding_backend": ((), "llguidance is used"),
     "guided_grammar": ((), "use structured_outputs.grammar"),
@@ -176,14 +253,11 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "lora_request": ((), "adapters are not served"),
     "metadata": (({},), "nothing is stored"),
     "modalities": ((["text"],), "only text is served"),
-    "parallel_tool_calls": ((True, False), "tools are not served"),
     "priority": ((0,), "requests are served in the order of their arrival"),
     "prompt_logprobs": ((), "use /v1/completions with echo and logprobs"),
     "reasoning_effort": (("none",), "the models here do not reason apart from the answer"),
     "service_tier": (("auto", "default"), "there is one tier"),
     "store": ((False,), "nothing is stored"),
     "suffix": (("",), "the models here only go on with a text"),
-    "tool_choice": (("none", "auto"), "tools are not served"),
-    "tools": (([],), "tools are not served"),
     "use_beam_search": ((False,), "there is no beam search"),
 }

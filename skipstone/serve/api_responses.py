@@ -7,9 +7,9 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from skipstone.serve.generation import Origin
+from skipstone.serve.generation import LayerRead, Origin
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -80,6 +80,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     finish_reason: FinishReason | None
     stop_reason: str | int | None
     token_ids: list[int] | UnsetType = UNSET
+    token_strs: list[str] | UnsetType = UNSET
     token_origins: list[Origin] | UnsetType = UNSET
 
 
@@ -104,12 +105,28 @@ class ChatLogprobs(msgspec.Struct, kw_only=True):
     refusal: None = None
 
 
+class FunctionCall(msgspec.Struct, kw_only=True):
+    """Which function, and its arguments: a JSON object as text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
 class AnswerMessage(msgspec.Struct, kw_only=True):
-    """What the model says."""
+    """What the model says; null when it only calls tools."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
@@ -121,14 +138,32 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     finish_reason: FinishReason
     stop_reason: str | int | None
     token_ids: list[int] | UnsetType = UNSET
+    token_strs: list[str] | UnsetType = UNSET
     token_origins: list[Origin] | UnsetType = UNSET
+
+
+class FunctionCallDelta(msgspec.Struct, kw_only=True):
+    """What was added to a call's arguments; its first has the name."""
+
+    name: str | UnsetType = UNSET
+    arguments: str
+
+
+class ToolCallDelta(msgspec.Struct, kw_only=True):
+    """What was added to the call of this index."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: FunctionCallDelta
 
 
 class DeltaMessage(msgspec.Struct, kw_only=True):
     """What was added to an answer; the first has the role."""
 
     role: Literal["assistant"] | UnsetType = UNSET
-    content: str
+    content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, kw_only=True):
@@ -140,6 +175,7 @@ class ChatChunkChoice(msgspec.Struct, kw_only=True):
     finish_reason: FinishReason | None
     stop_reason: str | int | None = None
     token_ids: list[int] | UnsetType = UNSET
+    token_strs: list[str] | UnsetType = UNSET
     token_origins: list[Origin] | UnsetType = UNSET
 
 
@@ -235,3 +271,39 @@ class DetokenizeResponse(msgspec.Struct):
     """Text."""
 
     prompt: str
+
+
+class TemplateResponse(msgspec.Struct):
+    """The prompt."""
+
+    prompt: str
+
+
+class TraceResponse(msgspec.Struct, kw_only=True):
+    """What the row before a position read, and which tokens were likely at the position; dense layers read all."""
+
+    position: int
+    top_logprobs: list[TopLogprob]
+    layers: list[LayerRead]
+    dense_layers: list[int]
+
+
+class ServerStats(msgspec.Struct, kw_only=True):
+    """The state of the server in numbers; counts are since its start, `recent` is over the last minute."""
+
+    running: int
+    waiting: int
+    cache_usage: float
+    steps: int
+    prompt_tokens: int
+    generated_tokens: int
+    drafted_tokens: int
+    accepted_tokens: int
+    accepted_per_position: list[int]
+    drafted_per_position: list[int]
+    acceptance_length: float | None
+    recent_acceptance_length: float | None
+    target_seconds: float
+    verify_seconds: float
+    draft_seconds: float
+    uptime_seconds: float

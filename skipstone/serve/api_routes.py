@@ -12,19 +12,21 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from skipstone.errors import SkipstoneError
-from skipstone.serve.api_answer import Answer
+from skipstone.serve.api_answer import Answer, Feed
 from skipstone.serve.api_chat import ChatWriter
 from skipstone.serve.api_completions import CompletionWriter
 from skipstone.serve.api_decode import read_body
 from skipstone.serve.api_errors import ApiError, bad_request
-from skipstone.serve.api_jobs import chat_job, completion_job
+from skipstone.serve.api_jobs import chat_job, completion_job, without_paths
 from skipstone.serve.api_requests import (
     Body,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     Sampling,
+    TemplateRequest,
     TokenizeRequest,
+    TraceRequest,
 )
 from skipstone.serve.api_responses import (
     ChatChunk,
@@ -34,15 +36,21 @@ from skipstone.serve.api_responses import (
     Health,
     ModelCard,
     ModelList,
+    ServerStats,
     SpeculationCard,
+    TemplateResponse,
     TokenizeResponse,
+    TraceResponse,
     Version,
 )
-from skipstone.serve.service import Service, program_version
+from skipstone.serve.api_tools import tool_use
+from skipstone.serve.api_trace import TraceWriter, trace_job
+from skipstone.serve.service import Service, plain_messages, program_version
 
 BODY_ERRORS = (400, 404, 413, 415)
 WORK_ERRORS = (*BODY_ERRORS, 408, 429, 500, 503)
 JSON = "application/json"
+FEED_S = 0.5  # between two events of /v1/stats
 
 
 class Endpoint(NamedTuple):
@@ -77,9 +85,10 @@ async def chat(service: Service, request: Request) -> ASGIApp:
     """Answer a conversation."""
     body = await read_body(request, ChatRequest, service.config.max_body_bytes)
     service.check_open()
-    job = await chat_job(service, body, request.scope["request_id"])
+    tools = tool_use(body, service.tokenizer)
+    job = await chat_job(service, body, tools, request.scope["request_id"])
     _log_request(request, service, body, body.messages)
-    return Answer(service, job, lambda timing: ChatWriter(service, body, job, timing), _wants_usage(body))
+    return Answer(service, job, lambda timing: ChatWriter(service, body, job, timing, tools), _wants_usage(body))
 
 
 def _wants_usage(body: Sampling) -> bool:
@@ -142,6 +151,36 @@ async def detokenize(service: Service, request: Request) -> ASGIApp:
     if max(body.tokens, default=0) > highest:
         raise bad_request(f"tokens has the id {max(body.tokens)}, but ids go from 0 to {highest}", "tokens")
     return _json(DetokenizeResponse(service.tokenizer.decode(body.tokens, skip_special_tokens=False)))
+
+
+async def apply_template(service: Service, request: Request) -> ASGIApp:
+    """A conversation as the prompt that the model gets."""
+    body = await read_body(request, TemplateRequest, service.config.max_body_bytes)
+    service.check_model(body.model)
+    tools = tool_use(body, service.tokenizer)
+    prompt_tools = tools.prompt_tools if tools else None
+    try:
+        prompt = service.tokenizer.render_chat(
+            plain_messages(body.messages), body.add_generation_prompt is not False, prompt_tools
+        )
+    except SkipstoneError as error:
+        raise bad_request(without_paths(error, service), "messages") from None
+    return _json(TemplateResponse(prompt))
+
+
+async def trace(service: Service, request: Request) -> ASGIApp:
+    """What the model read for one token."""
+    body = await read_body(request, TraceRequest, service.config.max_body_bytes)
+    service.check_open()
+    job = trace_job(service, body, request.scope["request_id"])
+    return Answer(service, job, lambda timing: TraceWriter(service, job, timing), closing=False)
+
+
+async def stats(service: Service, request: Request) -> ASGIApp:
+    """The server's state, once or as a feed."""
+    if "text/event-stream" in request.headers.get("accept", ""):
+        return Feed(service.stats, FEED_S)
+    return _json(service.stats())
 
 
 async def health(service: Service, request: Request) -> ASGIApp:
@@ -214,6 +253,32 @@ ENDPOINTS = (
         DetokenizeRequest,
         DetokenizeResponse,
         errors=BODY_ERRORS,
+    ),
+    Endpoint(
+        "POST",
+        "/apply-template",
+        "a conversation as the prompt it becomes",
+        apply_template,
+        TemplateRequest,
+        TemplateResponse,
+        errors=BODY_ERRORS,
+    ),
+    Endpoint(
+        "POST",
+        "/trace",
+        "what the sparse layers read for one token",
+        trace,
+        TraceRequest,
+        TraceResponse,
+        errors=WORK_ERRORS,
+    ),
+    Endpoint(
+        "GET",
+        "/v1/stats",
+        "the server's state; a feed for those who accept text/event-stream",
+        stats,
+        response=ServerStats,
+        events=ServerStats,
     ),
     Endpoint("GET", "/health", "503 when the engine was given up", health, response=Health, is_open=True),
     Endpoint("GET", "/ready", "503 when no new work is taken", ready, response=Health, is_open=True),

@@ -41,11 +41,12 @@ class Writer(Protocol):
 class Totals:
     """What a request has used up so far."""
 
-    def __init__(self, service: Service, job: Job, body: Sampling, timing: Timing) -> None:
+    def __init__(self, service: Service, job: Job, timing: Timing, predicted: bool = False) -> None:
+        """`predicted`: whether the drafts come from the request's own prediction."""
         self._job = job
         self._timing = timing
         self._most_drafts = service.llm.engine.speculation.k
-        self._predicted = body.prediction is not None
+        self._predicted = predicted
         self._cached_tokens = 0
         self._stats: list[SpeculationStats] = []
         self._drafted: list[int] = []
@@ -122,11 +123,13 @@ def _ms(seconds: float) -> float:
     return round(seconds * 1000, 3)
 
 
-def extras(body: Sampling, delta: Delta) -> dict[str, Any]:
+def extras(service: Service, body: Sampling, delta: Delta) -> dict[str, Any]:
     """Fields of a choice that are sent on request only, and the reason of its end."""
     fields: dict[str, Any] = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
     if body.return_token_ids:
         fields["token_ids"] = delta.token_ids
+    if body.return_token_strs:
+        fields["token_strs"] = [service.token_text(token) for token in delta.token_ids]
     if body.return_token_origins:
         fields["token_origins"] = delta.origins
     return fields

@@ -22,14 +22,14 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     _check(config)
     try:
         from skipstone.serve.http_server import serve
-        from skipstone.serve.metrics import PhaseClock
+        from skipstone.serve.step_observer import StepObserver
     except ModuleNotFoundError as error:
         raise ConfigError(f"serve needs the package {error.name}; pip install 'skipstone[serve]'") from None
     listener = listen(config)
     with listener:
-        clock = PhaseClock()
-        with open_model(settings, args.quiet, clock) as (llm, _):
-            return serve(llm, config, listener, clock, quiet=args.quiet)
+        observer = StepObserver()
+        with open_model(settings, args.quiet, observer) as (llm, _):
+            return serve(llm, config, listener, observer, quiet=args.quiet)
 
 
 def listen(config: ServerConfig) -> socket.socket:

@@ -20,6 +20,7 @@ from skipstone.llm import LLM
 from skipstone.outputs import StreamEvent
 from skipstone.serve.api_errors import busy, engine_failed, unavailable
 from skipstone.serve.generation import Delta, Generation, Job, Origin, PromptFacts
+from skipstone.serve.step_observer import StepObserver
 from skipstone.session import Choice, Session
 
 LOG = logging.getLogger("skipstone.engine")
@@ -116,7 +117,9 @@ class Run:
 class EngineThread:
     """Between the event loop, where `submit` is called, and the engine."""
 
-    def __init__(self, llm: LLM, max_queue: int, watcher: Watcher, on_death: Callable[[str], None]) -> None:
+    def __init__(
+        self, llm: LLM, max_queue: int, watcher: Watcher, on_death: Callable[[str], None], observer: StepObserver
+    ) -> None:
         self.llm = llm
         self.capacity = llm.config.max_num_seqs + max_queue
         self.dead: str | None = None
@@ -126,6 +129,7 @@ class EngineThread:
         self._usual_seconds = USUAL_SECONDS
         self._watcher = watcher
         self._on_death = on_death
+        self._observer = observer
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._runs: dict[str, Run] = {}
         self._failures = 0
@@ -208,6 +212,8 @@ class EngineThread:
         try:
             for i, prompt in enumerate(job.prompts):
                 session = self.llm.add(prompt, job.params, job.prediction)
+                if job.trace:
+                    self._observer.begin_trace(session.choices[0].request)
                 runs.append(Run(generation, session, i * job.params.n))
         except SkipstoneError as error:
             self._withdraw(runs)
@@ -221,13 +227,18 @@ class EngineThread:
 
     def _withdraw(self, runs: list[Run]) -> None:
         for run in runs:
-            self.llm.abort(run.session.session_id)
+            self._drop(run)
+
+    def _drop(self, run: Run) -> None:
+        self.llm.abort(run.session.session_id)
+        for choice in run.session.choices:
+            self._observer.end_trace(choice.request)
 
     def _abort(self, generation: Generation) -> None:
         runs = [run for run in self._runs.values() if run.generation is generation]
         for run in runs:
             running = [choice for choice in run.session.choices if not choice.request.finished]
-            self.llm.abort(run.session.session_id)
+            self._drop(run)
             del self._runs[run.session.session_id]
             for choice in running:
                 self._watcher.on_end(generation, choice)
@@ -257,6 +268,8 @@ class EngineThread:
                 run.unfinished -= 1
                 self._watcher.on_end(generation, choice)
             delta = run.delta(event, self.llm.eos_token_ids)
+            if delta is not None and generation.job.trace:
+                delta.reads = self._observer.end_trace(choice.request)
             if delta is not None:
                 outgoing.setdefault(generation.loop, []).append((generation, delta))
             if run.unfinished == 0:
@@ -276,6 +289,7 @@ class EngineThread:
             LOG.error("the engine's books are wrong after a failed step", exc_info=broken)
             self._failures = MOST_FAILURES
         for run in runs.values():
+            self._drop(run)
             generation = run.generation
             _post(generation.loop, generation.fail, engine_failed(generation.job.request_id))
             for choice in run.session.choices:

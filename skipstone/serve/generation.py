@@ -23,7 +23,7 @@ class Job(msgspec.Struct, kw_only=True):
     """Prompts that share their parameters. `prediction`: tokens that the answers are expected to contain.
 
     `stream`: a delta for every step of a choice, else one at its end. `origins`: say where each token came from.
-    `names`: what the API calls the engine's parameters, for messages.
+    `names`: what the API calls the engine's parameters, for messages. `trace`: tell what was read for the only token.
     """
 
     request_id: str
@@ -33,6 +33,7 @@ class Job(msgspec.Struct, kw_only=True):
     stream: bool = False
     origins: bool = False
     names: dict[str, str] = {}
+    trace: bool = False
 
     @property
     def num_choices(self) -> int:
@@ -59,6 +60,15 @@ class Delta(msgspec.Struct, kw_only=True):
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     speculation: SpeculationStats | None = None
+    reads: list[LayerRead] = []
+
+
+class LayerRead(msgspec.Struct, kw_only=True):
+    """What one sparse layer chose for a row: ids of units of so many tokens, a list per group of heads."""
+
+    layer: int
+    unit: int
+    selected: list[list[int]]
 
 
 class PromptFacts(msgspec.Struct, kw_only=True):
@@ -108,14 +118,22 @@ class Generation:
         """Whether every choice has come to its end."""
         return self._unfinished == 0
 
-    async def __aiter__(self) -> AsyncIterator[list[Delta]]:
+    def __aiter__(self) -> AsyncIterator[list[Delta]]:
         """All that has come since the last turn, a list at a time. Raises what `fail` was given."""
+        return self.ready(None)
+
+    async def ready(self, patience: float | None) -> AsyncIterator[list[Delta]]:
+        """The same; an empty list whenever nothing has come for so many seconds."""
         while self._deltas or not self.finished:
             if not self._deltas:
                 if self._error is not None:
                     raise self._error
                 self._wake.clear()
-                await self._wake.wait()
+                try:
+                    async with asyncio.timeout(patience):
+                        await self._wake.wait()
+                except TimeoutError:
+                    yield []
                 continue
             ready = list(self._deltas)
             self._deltas.clear()

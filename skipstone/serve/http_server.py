@@ -19,10 +19,10 @@ from skipstone.llm import LLM
 from skipstone.serve.api import make_app
 from skipstone.serve.api_errors import unavailable
 from skipstone.serve.cli_output import note
-from skipstone.serve.metrics import PhaseClock
 from skipstone.serve.server_config import ServerConfig
 from skipstone.serve.server_log import set_up
 from skipstone.serve.service import Service
+from skipstone.serve.step_observer import StepObserver
 
 LOG = logging.getLogger("skipstone.server")
 POLL_S = 0.05
@@ -97,10 +97,10 @@ class Server(uvicorn.Server):
         self._abort()
 
 
-def serve(llm: LLM, config: ServerConfig, listener: socket.socket, clock: PhaseClock, quiet: bool) -> int:
+def serve(llm: LLM, config: ServerConfig, listener: socket.socket, observer: StepObserver, quiet: bool) -> int:
     """Serve until a signal comes, or the engine is given up. Returns the exit code."""
     set_up(config.log_format)
-    service = Service(llm, config, clock)
+    service = Service(llm, config, observer)
     options = uvicorn.Config(
         make_app(service),
         loop="uvloop",

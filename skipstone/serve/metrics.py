@@ -119,7 +119,8 @@ class ServerMetrics(Collector):
         self._labels = {"model_name": model_name, "engine": "0"}
         self._clock = clock or PhaseClock()
         self._watch = AcceptanceWatch()
-        self._prompt_tokens = 0
+        self.prompt_tokens = 0
+        """Prompt tokens of the choices that got a first token."""
         self._rows = 0
         self._ended = dict.fromkeys(("stop", "length", "abort"), 0)
         self._responses: dict[str, int] = {}
@@ -142,6 +143,16 @@ class ServerMetrics(Collector):
     def text(self) -> bytes:
         """The page."""
         return generate_latest(self._registry)
+
+    @property
+    def phase_seconds(self) -> dict[Phase, float]:
+        """Time spent in each part of the steps."""
+        return self._clock.seconds
+
+    @property
+    def recent_acceptance_length(self) -> float | None:
+        """Tokens per verify step over the last minute."""
+        return self._watch.recent_length
 
     def on_response(self, status: int) -> None:
         """An HTTP answer has begun."""
@@ -167,7 +178,7 @@ class ServerMetrics(Collector):
         if before is not None:
             self._histograms["inter_token_latency_seconds"].observe(now - before)
             return
-        self._prompt_tokens += choice.request.num_prompt_tokens
+        self.prompt_tokens += choice.request.num_prompt_tokens
         self._histograms["time_to_first_token_seconds"].observe(now - generation.timing.arrival)
 
     def on_end(self, generation: Generation, choice: Choice) -> None:
@@ -208,7 +219,7 @@ class ServerMetrics(Collector):
             "num_requests_waiting": len(scheduler.waiting),
             "kv_cache_usage_perc": pool.num_used / pool.num_ownable,
             "num_preemptions": scheduler.stats.preemptions,
-            "prompt_tokens": self._prompt_tokens,
+            "prompt_tokens": self.prompt_tokens,
             "generation_tokens": engine.stats.output_tokens,
             "prefix_cache_queries": looked_up,
             "prefix_cache_hits": found,

@@ -34,11 +34,15 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     request_timeout: Annotated[
         Seconds | None, Meta(description="seconds after which a request is given up; none: never")
     ] = 600.0
+    keep_alive: Annotated[
+        Seconds | None, Meta(description="seconds without news after which a stream gets a comment; none: never")
+    ] = 15.0
     shutdown_timeout: Annotated[
         Seconds, Meta(description="seconds that requests under way may take after SIGTERM or Ctrl-C")
     ] = 30.0
     log_format: Annotated[LogFormat, Meta(description="a line of key=value pairs, or a JSON object a line")] = "text"
     log_requests: Annotated[bool, Meta(description="write prompts to the log")] = False
+    ui: Annotated[bool, Meta(description="serve the page at /")] = True
     metrics_prefix: Annotated[str, Meta(description="before the names of the metrics that vLLM also has")] = "vllm:"
 
     @property

@@ -14,10 +14,12 @@ import msgspec
 
 from skipstone.llm import LLM
 from skipstone.serve.api_errors import ApiError, bad_request, unavailable
-from skipstone.serve.api_requests import Message
+from skipstone.serve.api_requests import MadeCall, Message
+from skipstone.serve.api_responses import ServerStats
 from skipstone.serve.engine_thread import EngineThread
-from skipstone.serve.metrics import PhaseClock, ServerMetrics
+from skipstone.serve.metrics import ServerMetrics
 from skipstone.serve.server_config import ServerConfig
+from skipstone.serve.step_observer import StepObserver
 from skipstone.serve.text import Tokenizer
 
 LONG_TEXT = 20_000  # characters from which on a text is encoded beside the event loop
@@ -35,17 +37,19 @@ def program_version() -> str:
 class Service:
     """One model behind one server."""
 
-    def __init__(self, llm: LLM, config: ServerConfig, clock: PhaseClock | None = None) -> None:
+    def __init__(self, llm: LLM, config: ServerConfig, observer: StepObserver | None = None) -> None:
         self.llm = llm
         self.config = config
         self.name = config.served_model_name or llm.folder.name
         self.names = {self.name, llm.config.model} if config.served_model_name is None else {self.name}
         self.created = self.now()
+        self._started = time.perf_counter()
         digest = hashlib.sha256(msgspec.json.encode(llm.config)).hexdigest()
         self.fingerprint = f"skipstone-{program_version()}-{digest[:8]}"
         self.draining = False
-        self.metrics = ServerMetrics(llm, self.name, config.metrics_prefix, clock)
-        self.engine = EngineThread(llm, config.max_queue, self.metrics, self._engine_died)
+        observer = observer or StepObserver()
+        self.metrics = ServerMetrics(llm, self.name, config.metrics_prefix, observer)
+        self.engine = EngineThread(llm, config.max_queue, self.metrics, self._engine_died, observer)
         self.token_text = functools.cache(self._token_text)
         self.death: asyncio.Future[str] | None = None
         """Set by whoever wants to know that the engine was given up."""
@@ -97,13 +101,39 @@ class Service:
             return tokenizer.encode(text, add_special_tokens)
         return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)
 
-    async def encode_chat(self, messages: Sequence[Message], add_generation_prompt: bool) -> list[int]:
-        """Token ids of a conversation, by the model's template."""
+    async def encode_chat(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        tools: Sequence[dict[str, Any]] | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation, by the model's template. Raises ApiError for a message that makes no sense."""
         tokenizer = self.tokenizer
-        plain = [_plain(message) for message in messages]
+        plain = plain_messages(messages)
         if sum(len(message["content"]) for message in plain) < LONG_TEXT:
-            return tokenizer.encode_chat(plain, add_generation_prompt)
-        return await asyncio.to_thread(tokenizer.encode_chat, plain, add_generation_prompt)
+            return tokenizer.encode_chat(plain, add_generation_prompt, tools)
+        return await asyncio.to_thread(tokenizer.encode_chat, plain, add_generation_prompt, tools)
+
+    def stats(self) -> ServerStats:
+        """The state in numbers."""
+        engine, metrics = self.llm.engine, self.metrics
+        scheduler, speculation = engine.scheduler, engine.scheduler.stats.speculation
+        return ServerStats(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            cache_usage=engine.pool.num_used / engine.pool.num_ownable,
+            steps=engine.stats.steps,
+            prompt_tokens=metrics.prompt_tokens,
+            generated_tokens=engine.stats.output_tokens,
+            drafted_tokens=speculation.drafted,
+            accepted_tokens=speculation.accepted,
+            drafted_per_position=list(speculation.drafted_per_position),
+            accepted_per_position=list(speculation.accepted_per_position),
+            acceptance_length=speculation.acceptance_length,
+            recent_acceptance_length=metrics.recent_acceptance_length,
+            **{f"{phase}_seconds": round(seconds, 6) for phase, seconds in metrics.phase_seconds.items()},
+            uptime_seconds=round(time.perf_counter() - self._started, 3),
+        )
 
     def _token_text(self, token_id: int) -> str:
         return self.llm.tokenizer.token_text(token_id) if self.llm.tokenizer else ""
@@ -114,10 +144,34 @@ class Service:
             death.get_loop().call_soon_threadsafe(death.set_result, reason)
 
 
-def _plain(message: Message) -> dict[str, Any]:
-    """A message as templates know it."""
-    content = message.content
+def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages as templates know them. Raises ApiError naming the field that makes no sense."""
+    return [_plain(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _plain(message: Message, path: str) -> dict[str, Any]:
+    content, calls = message.content, message.tool_calls
+    if content is None and not calls:
+        raise bad_request(f"{path}.content is missing", f"{path}.content", "missing_required_parameter")
+    if calls and message.role != "assistant":
+        raise bad_request(f"{path}.tool_calls belongs into messages of the assistant", f"{path}.tool_calls")
     if not isinstance(content, str):
-        content = "\n".join(part.text for part in content)
+        content = "\n".join(part.text for part in content or ())
     role = "system" if message.role == "developer" else message.role
-    return {"role": role, "content": content} | ({"name": message.name} if message.name is not None else {})
+    plain: dict[str, Any] = {"role": role, "content": content}
+    for name in ("name", "tool_call_id"):
+        if getattr(message, name) is not None:
+            plain[name] = getattr(message, name)
+    if calls:
+        plain["tool_calls"] = [_plain_call(call, f"{path}.tool_calls[{i}]") for i, call in enumerate(calls)]
+    return plain
+
+
+def _plain_call(call: MadeCall, path: str) -> dict[str, Any]:
+    """Templates want the arguments as an object."""
+    path += ".function.arguments"
+    try:
+        arguments = msgspec.json.decode(call.function.arguments or "{}", type=dict[str, Any])
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise bad_request(f"{path} is not a JSON object: {error}", path) from None
+    return {"id": call.id, "type": call.type, "function": {"name": call.function.name, "arguments": arguments}}

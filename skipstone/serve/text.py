@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
+import jinja2.meta
 import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -64,25 +65,50 @@ class Tokenizer:
         added = token_ids[:1] == [self.bos_token_id] and plain[:1] != [self.bos_token_id]
         return token_ids[1:] if added else token_ids
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> list[int]:
-        """Token ids of a chat, rendered by the model's template, which alone decides on special tokens.
+    @cached_property
+    def special_tokens(self) -> dict[str, int]:
+        """Ids of the tokens that are no text."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {token.content: token_id for token_id, token in added.items() if token.special}
 
-        Each message has a `role` and a `content` (text, or a list of parts if the template knows parts). Raises
-        RequestError for a malformed message (with its index), a missing template, or an error in the template.
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[int]:
+        """Token ids of a chat, as `render_chat` words it."""
+        return self._encode(self.render_chat(messages, add_generation_prompt, tools), add_special_tokens=False)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
+        """A chat as the model's template renders it, which alone decides on special tokens.
+
+        Each message has a `role` and a `content` (text, or a list of parts if the template knows parts), which may be
+        missing beside `tool_calls`. Raises RequestError for a malformed message (with its index), a missing template,
+        or an error in the template.
         """
         _check_messages(messages)
         try:
-            text = self._template.render(
+            return self._template.render(
                 messages=messages,
                 add_generation_prompt=add_generation_prompt,
                 bos_token=self.bos_token or "",
                 eos_token=self.eos_token or "",
-                tools=None,
+                tools=list(tools) if tools else None,
                 documents=None,
             )
         except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise RequestError(f"the chat template of {self.folder} refused the messages: {error}") from error
-        return self._encode(text, add_special_tokens=False)
+
+    def template_takes(self, name: str) -> bool:
+        """Whether the chat template makes use of something it is given. Raises RequestError as `render_chat` does."""
+        tree = self._template.environment.parse(self.template_source)
+        return name in jinja2.meta.find_undeclared_variables(tree)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids. Bytes that form no character become U+FFFD; ids above the vocabulary are skipped."""
@@ -115,13 +141,15 @@ class Tokenizer:
         environment.globals["raise_exception"] = _raise_template_error
         environment.globals["strftime_now"] = _format_now
         try:
-            return environment.from_string(self._template_source())
+            return environment.from_string(self.template_source)
         except jinja2.TemplateSyntaxError as error:
             raise RequestError(
                 f"the chat template of {self.folder} has an error in line {error.lineno}: {error.message}"
             ) from error
 
-    def _template_source(self) -> str:
+    @property
+    def template_source(self) -> str:
+        """The chat template's text. Raises RequestError when there is none."""
         path = self.folder / "chat_template.jinja"
         if path.is_file():
             return path.read_text(encoding="utf-8")
@@ -268,7 +296,7 @@ def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
             raise RequestError(f"messages[{index}] is a {type(message).__name__}; expected an object")
         if not isinstance(message.get("role"), str):
             raise RequestError(f"messages[{index}] has no role; add one such as system, user or assistant")
-        if not isinstance(message.get("content"), (str, list)):
+        if not isinstance(message.get("content"), (str, list)) and not message.get("tool_calls"):
             raise RequestError(f"messages[{index}] has no content; expected text")
 
 
