@@ -20,6 +20,7 @@ from msgspec import Meta
 
 from skipstone.errors import ConfigError
 from skipstone.spec_config import FORMS as SPEC_FORMS
+from skipstone.spec_config import SpecConfig, parse_spec
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -53,8 +54,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cache_memory_gb: Annotated[PositiveFloat | None, Meta(description="memory for all caches")] = None
     prefix_caching: Annotated[bool, Meta(description="reuse cached blocks of equal prompt beginnings")] = True
     spec: Annotated[str, Meta(description="proposer and drafts per step: " + SPEC_FORMS)] = "auto"
-    draft_sampling: Annotated[DraftSampling, Meta(description="noise that drafts are drawn with")] = "coupled"
-    verification: Annotated[Rule, Meta(description="acceptance; all but exact change the text, not its law")] = "exact"
+    draft_sampling: Annotated[
+        DraftSampling | None, Meta(description="noise that drafts are drawn with; none: coupled")
+    ] = None
+    verification: Annotated[
+        Rule | None, Meta(description="acceptance; all but exact change the text, not its law; none: exact")
+    ] = None
     simulate_acceptance: Annotated[
         str | None, Meta(description="for benchmarks: accept by these rates per position, as in 0.8,0.6; text is void")
     ] = None
@@ -88,7 +93,9 @@ class Option(msgspec.Struct, frozen=True):
         try:
             if isinstance(value, os.PathLike):
                 value = os.fspath(value)
-            if isinstance(value, str) and self.kind not in ("text", "texts", "choice"):
+            if isinstance(value, str) and self.kind == "choice":
+                value = None if self.nullable and value.lower() == "none" else value
+            elif isinstance(value, str) and self.kind not in ("text", "texts"):
                 value = self.read(value)
             checked = msgspec.convert(value, self.type, str_keys=True)
             if self.kind == "number" and checked is not None and not math.isfinite(checked):
@@ -210,4 +217,26 @@ def make_config(**options: object) -> EngineConfig:
         checked[name] = known[name].check(value)
     if "model" not in checked:
         raise ConfigError("model is missing: name a checkpoint folder, or one of the demos: demo, demo-dsa")
-    return EngineConfig(**checked)
+    config = EngineConfig(**checked)
+    read_spec(config)
+    return config
+
+
+# Options that a JSON object in `spec` may set as well, and its key for each.
+_ALSO_IN_SPEC = {
+    "draft_sampling": ("draft_sampling", "draft_sample_method"),
+    "verification": ("verification", "rejection_sample_method"),
+    "simulate_acceptance": ("acceptance_rates", "synthetic_acceptance_rates or _length"),
+}
+
+
+def read_spec(config: EngineConfig) -> SpecConfig:
+    """The `spec` option. Raises ConfigError for one that cannot be read, or that sets what an option sets too."""
+    spec = parse_spec(config.spec)
+    for option, (field, key) in _ALSO_IN_SPEC.items():
+        value = getattr(config, option)
+        if value is not None and getattr(spec, field) is not None:
+            raise ConfigError(
+                f"{option}={value} and {key} in spec={config.spec!r} set the same thing; keep one of them"
+            )
+    return spec

@@ -73,7 +73,8 @@ def test_text_that_is_no_integer(text: str) -> None:
 @pytest.mark.parametrize("name", options_of(EngineConfig))
 def test_every_engine_option_has_flag_variable_key_and_help(name: str, tmp_path: Path) -> None:
     option = options_of(EngineConfig)[name]
-    examples = {"flag": "false", "integer": "64", "number": "2.5", "choice": option.default, "text": "there"}
+    examples = {"flag": "false", "integer": "64", "number": "2.5", "text": "there"}
+    examples["choice"] = option.allowed.removeprefix("one of ").split(",")[0]
     example = examples[option.kind]
     value = option.check(example, "test")
     assert option.help

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
 
+from skipstone.config import make_config, read_spec
 from skipstone.errors import ConfigError
 from skipstone.spec_config import METHODS, SpecConfig, parse_spec
 
@@ -126,3 +128,38 @@ def test_bad_keys(keys: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_spec(json.dumps(keys))
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+SYNTHETIC = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.5]}
+TWICE: list[tuple[dict[str, str], dict[str, Any], str]] = [
+    ({"draft_sampling": "greedy"}, {"draft_sample_method": "probabilistic"}, "draft_sample_method"),
+    ({"draft_sampling": "coupled"}, {"draft_sample_method": "greedy"}, "draft_sample_method"),
+    ({"verification": "exact"}, {"rejection_sample_method": "block"}, "rejection_sample_method"),
+    ({"verification": "block"}, {"rejection_sample_method": "block"}, "rejection_sample_method"),
+    ({"verification": "rejection"}, SYNTHETIC, "rejection_sample_method"),
+    ({"simulate_acceptance": "0.9"}, SYNTHETIC, "synthetic_acceptance_rates"),
+]
+
+
+@pytest.mark.parametrize(("options", "keys", "key"), TWICE)
+def test_what_is_set_twice_is_refused(options: dict[str, str], keys: dict[str, Any], key: str) -> None:
+    spec = json.dumps({"method": "mtp", "num_speculative_tokens": 3} | keys)
+    ((name, value),) = options.items()
+    with pytest.raises(ConfigError, match=re.escape(f"{name}={value} and {key}")):
+        make_config(model="demo", spec=spec, **options)
+    assert read_spec(make_config(model="demo", spec=spec)).method == "mtp"
+    config = make_config(model="demo", spec="mtp:3", **options)
+    assert getattr(config, name) == value and read_spec(config).k == 3
+
+
+def test_none_leaves_the_choice_to_the_other() -> None:
+    spec = json.dumps({"method": "mtp", "draft_sample_method": "greedy"})
+    config = make_config(model="demo", spec=spec, draft_sampling="none", verification=None)
+    assert config.draft_sampling is None and read_spec(config).draft_sampling == "greedy"
+    with pytest.raises(ConfigError, match="draft_sampling='auto' must be one of coupled, greedy, independent or none"):
+        make_config(model="demo", draft_sampling="auto")
+
+
+def test_a_spec_that_cannot_be_read_is_refused_before_anything_is_loaded() -> None:
+    with pytest.raises(ConfigError, match="'magic' is not a proposer"):
+        make_config(model="demo", spec="magic")

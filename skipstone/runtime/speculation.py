@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from skipstone.config import EngineConfig
+from skipstone.config import EngineConfig, read_spec
 from skipstone.errors import ConfigError
 from skipstone.kernels.ops import Ops, use_ops
 from skipstone.models.base import CausalLM, DraftHead, WeightedModel
@@ -21,7 +21,7 @@ from skipstone.spec.ngram import NgramProposer
 from skipstone.spec.proposer import Proposer
 from skipstone.spec.several_modules import SeveralModulesProposer
 from skipstone.spec.verify import Verifier
-from skipstone.spec_config import SpecConfig, check_rates, parse_spec
+from skipstone.spec_config import SpecConfig, check_rates
 
 DEFAULT_K = {"mtp": 3, "eagle3": 3, "ngram": 4, "draft": 4}
 
@@ -79,7 +79,7 @@ def make_speculation(config: EngineConfig, around: Surroundings) -> Speculation:
 
     Raises ConfigError, CheckpointError, or UnsupportedError naming both features that cannot work together.
     """
-    spec, table = parse_spec(config.spec), None
+    spec, table = read_spec(config), None
     if config.k_table is not None:
         table = read_k_table(config.k_table)
         spec = with_table(spec, table, config.spec)
@@ -89,8 +89,8 @@ def make_speculation(config: EngineConfig, around: Surroundings) -> Speculation:
     method, reason = spec.method, "as asked"
     if method == "auto":
         method, reason = _choose(around.info)
-    verification: Any = spec.verification or config.verification
-    sampling: Any = spec.draft_sampling or config.draft_sampling
+    verification: Any = spec.verification or config.verification or "exact"
+    sampling: Any = spec.draft_sampling or config.draft_sampling or "coupled"
     needs_laws = verification != "exact" and rates is None
     if needs_laws and sampling == "coupled":
         # Drafts that share the target's noise are not independent of it, which these rules need.
