@@ -35,7 +35,7 @@ class DeviceStep:
     def __init__(self, loop: DeviceLoop, requests: list[Request], k: int, result: Tensor) -> None:
         self.loop, self.requests, self.k = loop, requests, k
         self.plan: StepPlan | None = None
-        self._result = torch.empty(result.shape, dtype=result.dtype, pin_memory=result.is_cuda)
+        self._result = torch.empty(result.shape, dtype=result.dtype, device="cpu", pin_memory=result.is_cuda)
         self._result.copy_(result, non_blocking=True)
         self._over = torch.cuda.Event() if result.is_cuda else None
         if self._over is not None:
@@ -66,7 +66,7 @@ class DeviceLoop:
     def __init__(self, step: DecodeStep, graphs: bool) -> None:
         self.step = step
         self.drafts = step.drafter is not None
-        self.graphs = graphs
+        self.graphs = graphs and not step.ops.is_reference
         self.most_k = step.state.tokens.shape[1] - 1
         self.slots: dict[Request, int] = {}
         self.known: dict[Request, Known] = {}
