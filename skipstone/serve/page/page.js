@@ -115,14 +115,14 @@ function showNumbers(element, pairs) {
   }));
 }
 
-function showLegend() {
+function showLegend(view = texts) {
   $("legend").replaceChildren(...Object.entries(ORIGINS).map(([origin, meaning]) => {
     const item = document.createElement("li"), sample = document.createElement("span"), count = document.createElement("b");
     sample.className = `token ${origin}`;
     sample.textContent = origin;
     item.title = meaning;
     item.dataset.origin = origin;
-    count.textContent = texts.count(origin);
+    count.textContent = view.count(origin);
     item.append(sample, " ", count);
     return item;
   }));
@@ -216,7 +216,7 @@ async function compare() {
     const results = [];
     for (const [view, drafted] of [[left, 0], [right, k]]) {
       const acceptance = new Acceptance();
-      const onStep = (origins) => { acceptance.add(origins); if (drafted) showAcceptance(acceptance, k); };
+      const onStep = (origins) => { acceptance.add(origins); showLegend(view); if (drafted) showAcceptance(acceptance, k); };
       results.push(await stream(view, asked, { ...options, speculation: { k: drafted } }, onStep, signal));
     }
     showVerdict(...results, k);
