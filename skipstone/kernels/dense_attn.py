@@ -19,15 +19,13 @@ from torch import Tensor
 
 from skipstone.core.batch import Span
 from skipstone.kernels.gemm import dot
+from skipstone.kernels.partial_sums import LOG2_E, LOWEST, ONES, Parts, combine, combine_parts, empty_parts
 
 SPAN = 256
 KEY_TILE = 64
 SPLIT_ROWS = 8  # rows per request up to which spans may be spread over programs
 FULL_GRID = 264  # programs that keep the device busy: two per multiprocessor of an H200
 MOST_SCRATCH = 1 << 28  # bytes of partial results beyond which spans are not spread
-LOG2_E = 1.4426950408889634
-ONES = tl.constexpr(16)  # the narrowest product that every target has
-LOWEST = tl.constexpr(-1e30)  # finite, as the difference of two infinities is NaN
 
 
 class Tiles(NamedTuple):
@@ -48,18 +46,6 @@ def tiles(rows: int, dtype: torch.dtype, exact: bool, hip: bool) -> Tiles:
     if rows <= 64 or hip:
         return Tiles(64, 4, stages)
     return Tiles(128, 8, stages)
-
-
-@triton.jit
-def combine(peak, total, acc, span_peak, span_total, span_acc):
-    """Add one more span to a row's running maximum [M], sum of weights [M, .] and sum of values [M, .].
-
-    Fused multiply-adds are written out: left to the compiler, the roundings could differ from kernel to kernel.
-    """
-    next_peak = tl.maximum(peak, span_peak)
-    keep = tl.exp2(peak - next_peak)[:, None]
-    add = tl.exp2(span_peak - next_peak)[:, None]
-    return next_peak, tl.fma(span_total, add, total * keep), tl.fma(span_acc, add, acc * keep)
 
 
 @triton.jit(do_not_specialize=["rows_per_request", "table_stride", "max_spans", "splits"])
@@ -112,7 +98,6 @@ def _attend_kernel(
     steps = (mine - 1) * per_span + tl.minimum(tl.cdiv(length, BLOCK_N) - last_span * per_span, per_span)
     if mine == 0:
         steps = 0
-    # Weights are added up as a product with ones: matrix units add in one order, however rows lie on warps.
     ones = tl.full([BLOCK_N, ONES], 1.0, tl.float32).to(q.dtype)
     peak = tl.full([BLOCK_M], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_M, ONES], tl.float32)
@@ -159,41 +144,6 @@ def _attend_kernel(
         tl.store(out_ptr + place_out, out.to(out_ptr.dtype.element_ty), mask=in_row)
 
 
-@triton.jit(do_not_specialize=["max_spans"])
-def _combine_kernel(
-    part_acc_ptr,  # [T, HEADS, max_spans, D] float32
-    part_peak_ptr,  # [T, HEADS, max_spans] float32
-    part_total_ptr,  # [T, HEADS, max_spans] float32
-    lengths_ptr,  # [T] keys of each row, less `missing`
-    out_ptr,  # [T, HEADS, D]
-    max_spans,
-    missing,
-    HEADS: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    SPAN: tl.constexpr,
-    UNROLL: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    place = row * HEADS + tl.program_id(1)
-    dim = tl.arange(0, BLOCK_D)
-    spans = tl.cdiv(tl.load(lengths_ptr + row).to(tl.int32) + missing, SPAN)
-    peak = tl.full([1], LOWEST, tl.float32)
-    total = tl.zeros([1, 1], tl.float32)
-    acc = tl.zeros([1, BLOCK_D], tl.float32)
-    for first in range(0, spans, UNROLL):
-        for index in tl.static_range(UNROLL):
-            # Past the last span it is read again, without any weight.
-            span = first + index + tl.arange(0, 1)
-            part = place * max_spans + tl.minimum(span, spans - 1)
-            span_peak = tl.where(span < spans, tl.load(part_peak_ptr + part), LOWEST)
-            span_total = tl.load(part_total_ptr + part)
-            span_acc = tl.load(part_acc_ptr + part[:, None] * D + dim[None, :], mask=(dim < D)[None, :], other=0.0)
-            peak, total, acc = combine(peak, total, acc, span_peak, span_total[:, None], span_acc)
-    out = tl.where(total > 0, acc / total, 0.0)
-    tl.store(out_ptr + place * D + dim[None, :], out.to(out_ptr.dtype.element_ty), mask=(dim < D)[None, :])
-
-
 def dense_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, span: Span, scale: float, exact: bool) -> Tensor:
     """Causal attention of each row over all keys of its request up to its own position.
 
@@ -215,10 +165,9 @@ def dense_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, span: Span, sca
     splits = 1
     if n <= SPLIT_ROWS and out.numel() * max_spans * 4 <= MOST_SCRATCH:
         splits = max(min(max_spans, triton.cdiv(FULL_GRID, requests * kv_heads * row_tiles)), 1)
-    part_acc = part_peak = part_total = out
+    parts = Parts(out, out, out)
     if splits > 1:
-        part_acc = torch.empty(requests * n, heads, max_spans, width, dtype=torch.float32, device=q.device)
-        part_peak, part_total = torch.empty(2, requests * n, heads, max_spans, dtype=torch.float32, device=q.device)
+        parts = empty_parts(requests * n, heads, max_spans, width, q.device)
     block_d = max(triton.next_power_of_2(width), 16)
     _attend_kernel[(row_tiles * splits, kv_heads, requests)](
         q,
@@ -226,9 +175,9 @@ def dense_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, span: Span, sca
         v_cache,
         positions,
         table,
-        part_acc,
-        part_peak,
-        part_total,
+        parts.acc,
+        parts.peak,
+        parts.total,
         q.stride(0),
         q.stride(1),
         table.stride(0),
@@ -250,26 +199,5 @@ def dense_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, span: Span, sca
         num_stages=cut.stages,
     )
     if splits > 1:
-        _combine(part_acc, part_peak, part_total, positions, 1, out)
+        combine_parts(parts, positions, 1, SPAN, out)
     return out
-
-
-def _combine(
-    part_acc: Tensor, part_peak: Tensor, part_total: Tensor, lengths: Tensor, missing: int, out: Tensor
-) -> None:
-    rows, heads, max_spans, width = part_acc.shape
-    _combine_kernel[(rows, heads)](
-        part_acc,
-        part_peak,
-        part_total,
-        lengths,
-        out,
-        max_spans,
-        missing,
-        HEADS=heads,
-        D=width,
-        BLOCK_D=triton.next_power_of_2(width),
-        SPAN=SPAN,
-        UNROLL=8,
-        num_warps=1,
-    )
