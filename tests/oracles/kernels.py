@@ -5,6 +5,7 @@ Rows are named (request, position), whatever call they are part of, so that resu
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import random
 from collections.abc import Callable, Iterable, Iterator
@@ -21,6 +22,10 @@ from skipstone.registry import KERNELS
 
 # "cuda" runs the same tests on a GPU, with TRITON_INTERPRET=0; on the CPU Triton's interpreter runs the kernels.
 DEVICE = os.environ.get("SKIPSTONE_KERNEL_DEVICE", "cpu")
+if os.environ["TRITON_INTERPRET"] == "1" and importlib.util.find_spec("triton"):
+    from oracles.interpreter import harden
+
+    harden()
 
 Row = tuple[int, int]  # request and position
 
