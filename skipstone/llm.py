@@ -181,6 +181,26 @@ class LLM:
         self._submit([session])
         return session
 
+    def add_copy(self, request: Request, end: int, count: int) -> Session:
+        """Queue a copy of a request that goes on from its first `end` tokens, `count` tokens far and without drafts.
+
+        It is computed from its first token, without the prefix cache.
+        """
+        params = msgspec.structs.replace(
+            request.params, n=1, num_speculative_tokens=0, logprobs=None, stop=[], prompt_logprobs=0
+        )
+        session = self._make_session(None, request.token_ids[:end], params)
+        copy = session.choices[0].request
+        copy.seed, copy.num_prompt_tokens = request.seed, request.num_prompt_tokens
+        copy.max_total_tokens = end + count
+        # A request for prompt logprobs does without the prefix cache; these are marked as known, so that none are made.
+        copy.prompt_logprobs = [None] * end
+        for token in copy.output_token_ids:
+            if copy.grammar is not None:
+                copy.grammar.advance(token)
+        self._submit([session])
+        return session
+
     def step(self) -> list[StreamEvent]:
         """Run one engine step for everything queued; returns what came out, an event per choice that got tokens."""
         events = []

@@ -20,6 +20,7 @@ from skipstone.llm import LLM
 from skipstone.outputs import StreamEvent
 from skipstone.serve.api_errors import busy, engine_failed, unavailable
 from skipstone.serve.generation import Delta, Generation, Job, Origin, PromptFacts
+from skipstone.serve.online_check import OnlineCheck
 from skipstone.serve.step_observer import StepObserver
 from skipstone.session import Choice, Session
 
@@ -118,7 +119,13 @@ class EngineThread:
     """Between the event loop, where `submit` is called, and the engine."""
 
     def __init__(
-        self, llm: LLM, max_queue: int, watcher: Watcher, on_death: Callable[[str], None], observer: StepObserver
+        self,
+        llm: LLM,
+        max_queue: int,
+        watcher: Watcher,
+        on_death: Callable[[str], None],
+        observer: StepObserver,
+        online: OnlineCheck | None = None,
     ) -> None:
         self.llm = llm
         self.capacity = llm.config.max_num_seqs + max_queue
@@ -130,6 +137,7 @@ class EngineThread:
         self._watcher = watcher
         self._on_death = on_death
         self._observer = observer
+        self._online = online
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._runs: dict[str, Run] = {}
         self._failures = 0
@@ -233,6 +241,8 @@ class EngineThread:
         self.llm.abort(run.session.session_id)
         for choice in run.session.choices:
             self._observer.end_trace(choice.request)
+            if self._online is not None:
+                self._online.forget(choice.request)
 
     def _abort(self, generation: Generation) -> None:
         runs = [run for run in self._runs.values() if run.generation is generation]
@@ -258,11 +268,15 @@ class EngineThread:
         now = time.perf_counter()
         outgoing: dict[asyncio.AbstractEventLoop, list[tuple[Generation, Delta]]] = {}
         for event in events:
+            if self._online is not None and self._online.take(event):
+                continue
             run = self._runs[event.request_id]
             generation, choice = run.generation, run.session.choices[event.index]
             timing = generation.timing
             timing.first_token = timing.first_token or now
             self._watcher.on_tokens(generation, choice, len(event.token_ids))
+            if self._online is not None:
+                self._online.on_tokens(choice.request, len(event.token_ids), generation.job.request_id)
             if event.finished:
                 timing.end = now
                 run.unfinished -= 1
@@ -288,6 +302,8 @@ class EngineThread:
         except Exception as broken:
             LOG.error("the engine's books are wrong after a failed step", exc_info=broken)
             self._failures = MOST_FAILURES
+        if self._online is not None:
+            self._online.reset()
         for run in runs.values():
             self._drop(run)
             generation = run.generation

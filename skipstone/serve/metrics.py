@@ -19,6 +19,7 @@ from skipstone.core.observer import Observer, Phase
 from skipstone.llm import LLM
 from skipstone.serve.acceptance import AcceptanceWatch
 from skipstone.serve.generation import Generation
+from skipstone.serve.online_check import OnlineCheck
 from skipstone.session import Choice
 
 OWN_PREFIX = "skipstone_"
@@ -85,6 +86,10 @@ METRICS = (
         peer=False,
     ),
     Metric("prefix_hit_rate", "gauge", "share of the prompt tokens found in the prefix cache", peer=False),
+    Metric("online_checks", "counter", "verify steps that `--online` has computed again without drafts", peer=False),
+    Metric(
+        "online_mismatches", "counter", "those in which other tokens came out; alarm on anything above 0", peer=False
+    ),
     Metric("http_responses", "counter", "answers by HTTP status", peer=False, label="status"),
 )
 BY_NAME = {metric.name: metric for metric in METRICS}
@@ -113,11 +118,19 @@ class PhaseClock(Observer):
 class ServerMetrics(Collector):
     """Counts what the engine does not, and shows all of it."""
 
-    def __init__(self, llm: LLM, model_name: str, prefix: str, clock: PhaseClock | None = None) -> None:
+    def __init__(
+        self,
+        llm: LLM,
+        model_name: str,
+        prefix: str,
+        clock: PhaseClock | None = None,
+        online: OnlineCheck | None = None,
+    ) -> None:
         self._llm = llm
         self._prefix = prefix
         self._labels = {"model_name": model_name, "engine": "0"}
         self._clock = clock or PhaseClock()
+        self._online = online
         self._watch = AcceptanceWatch()
         self.prompt_tokens = 0
         """Prompt tokens of the choices that got a first token."""
@@ -234,6 +247,8 @@ class ServerMetrics(Collector):
             "recent_acceptance_length": self._watch.recent_length or 1.0,
             "acceptance_collapsed": self._watch.collapsed,
             "prefix_hit_rate": found / looked_up if looked_up else 0.0,
+            "online_checks": self._online.checks if self._online else 0,
+            "online_mismatches": self._online.mismatches if self._online else 0,
             "http_responses": dict(self._responses),
         }
 

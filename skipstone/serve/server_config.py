@@ -42,6 +42,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = 30.0
     log_format: Annotated[LogFormat, Meta(description="a line of key=value pairs, or a JSON object a line")] = "text"
     log_requests: Annotated[bool, Meta(description="write prompts to the log")] = False
+    online: Annotated[
+        Positive | None, Meta(description="compute one of this many verify steps again without drafts, and compare")
+    ] = None
     ui: Annotated[bool, Meta(description="serve the page at /")] = True
     metrics_prefix: Annotated[str, Meta(description="before the names of the metrics that vLLM also has")] = "vllm:"
 

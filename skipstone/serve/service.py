@@ -18,6 +18,7 @@ from skipstone.serve.api_requests import MadeCall, Message
 from skipstone.serve.api_responses import ServerStats
 from skipstone.serve.engine_thread import EngineThread
 from skipstone.serve.metrics import ServerMetrics
+from skipstone.serve.online_check import OnlineCheck
 from skipstone.serve.server_config import ServerConfig
 from skipstone.serve.step_observer import StepObserver
 from skipstone.serve.text import Tokenizer
@@ -48,8 +49,9 @@ class Service:
         self.fingerprint = f"skipstone-{program_version()}-{digest[:8]}"
         self.draining = False
         observer = observer or StepObserver()
-        self.metrics = ServerMetrics(llm, self.name, config.metrics_prefix, observer)
-        self.engine = EngineThread(llm, config.max_queue, self.metrics, self._engine_died, observer)
+        online = OnlineCheck(llm, config.online) if config.online is not None else None
+        self.metrics = ServerMetrics(llm, self.name, config.metrics_prefix, observer, online)
+        self.engine = EngineThread(llm, config.max_queue, self.metrics, self._engine_died, observer, online)
         self.token_text = functools.cache(self._token_text)
         self.death: asyncio.Future[str] | None = None
         """Set by whoever wants to know that the engine was given up."""
