@@ -11,6 +11,7 @@ from skipstone.attention.backend import AttentionStep, SparseSettings
 from skipstone.core.batch import Batch
 from skipstone.core.kv_cache import CacheSpec
 from skipstone.errors import ConfigError
+from skipstone.layers.linear import OutputLinear
 
 
 class ModelConfig(Protocol):
@@ -87,6 +88,7 @@ class CausalLM(WeightedModel):
 
     config: ModelConfig
     embed: Tensor  # [V, H]
+    lm_head: OutputLinear
 
     @staticmethod
     def read_config(raw: dict[str, Any]) -> ModelConfig:

@@ -31,6 +31,7 @@ class ModelInfo(NamedTuple):
     raw: dict[str, Any]
     model_class: type[CausalLM]
     config: Any
+    random_weights: bool = False  # for benchmarks: nothing is read, the text means nothing
 
 
 def read_model_info(folder: Path) -> ModelInfo:
@@ -115,6 +116,19 @@ def load_weights(model: WeightedModel, folder: Path) -> None:
     model.after_load()
 
 
+def fill_weights(model: WeightedModel, info: ModelInfo) -> None:
+    """Weights from the model's folder, or random ones: gains of 1, and matrices that keep sizes as they are."""
+    if not info.random_weights:
+        load_weights(model, info.folder)
+        return
+    for view in model.weight_slots().values():
+        if view.dim() < 2:
+            view.fill_(1.0)
+        else:
+            view.normal_(std=view.shape[-1] ** -0.5)
+    model.after_load()
+
+
 def _fill(view: Tensor, tensor: Tensor, name: str, problems: dict[str, list[str]]) -> None:
     if view.shape == tensor.shape:
         view.copy_(tensor)
@@ -144,7 +158,7 @@ class Build(NamedTuple):
 def build_model(info: ModelInfo, build: Build) -> CausalLM:
     """An initialised model with the folder's weights. Errors as in `load_weights`."""
     model = empty_model(info, build)
-    load_weights(model, info.folder)
+    fill_weights(model, info)
     return model
 
 

@@ -22,6 +22,8 @@ def count_mtp_modules(info: ModelInfo) -> int:
     """MTP modules that the model's files hold."""
     if info.architecture not in DRAFT_HEADS.entries:
         return 0
+    if info.random_weights:
+        return int(info.config.declared_mtp_modules)
     head = DRAFT_HEADS.load(info.architecture)
     count: int = head.count_modules(tensor_names(info.folder), info.config.num_layers)
     return count

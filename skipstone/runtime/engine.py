@@ -155,6 +155,11 @@ class Engine:
             return None
         return self.runner.execute_next(handle)
 
+    def drop_started(self) -> None:
+        """Forget a step that was started early, once nothing runs that waits for it."""
+        if not self.scheduler.running:
+            self._ahead = None
+
     def abort(self, request: Request) -> None:
         """End a request now; its blocks are free at once. Nothing happens if it has ended."""
         self.scheduler.finish(request, FinishReason.ABORT)

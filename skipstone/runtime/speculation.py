@@ -11,7 +11,7 @@ from skipstone.config import EngineConfig, read_spec
 from skipstone.errors import ConfigError
 from skipstone.kernels.ops import Ops, use_ops
 from skipstone.models.base import CausalLM, DraftHead, WeightedModel
-from skipstone.models.loader import ModelInfo, load_weights
+from skipstone.models.loader import ModelInfo, fill_weights
 from skipstone.registry import DRAFT_HEADS, PROPOSERS
 from skipstone.runtime.available import count_mtp_modules
 from skipstone.runtime.k_table import KTable, read_k_table, with_table
@@ -152,7 +152,7 @@ def make_mtp(spec: SpecConfig, around: Surroundings) -> Proposer:
         )
     make = DRAFT_HEADS.load(info.architecture)
     head: DraftHead = around.place(lambda: make(around.target, found, around.dtype, False))
-    load_weights(head, info.folder)
+    fill_weights(head, info)
     return (HiddenStateProposer if found == 1 else SeveralModulesProposer)("mtp", head)
 
 
