@@ -201,6 +201,13 @@ class LLM:
         self._submit([session])
         return session
 
+    def check_grammar(self, params: SamplingParams) -> None:
+        """Raise RequestError when the text is to follow a grammar that cannot be used.
+
+        May be called from any thread, and takes that work off `add`, where every running request would wait for it.
+        """
+        self._grammars.compile(params)
+
     def step(self) -> list[StreamEvent]:
         """Run one engine step for everything queued; returns what came out, an event per choice that got tokens."""
         events = []

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from serving import Serving, serving
+from serving import LONG, Serving, serving, wait_for
 
 from skipstone import LLM, SamplingParams
 
@@ -38,7 +40,7 @@ GBNF = 'root ::= "call " name "(" name ")"\nname ::= [a-z] [a-z]+\n'
 def server() -> Iterator[Serving]:
     with serving() as running:
         yield running
-        assert running.idle
+        wait_for(lambda: running.idle)
 
 
 @pytest.fixture(scope="module")
@@ -160,6 +162,38 @@ def test_text_asks_for_nothing(client: openai.OpenAI) -> None:
     plain = client.chat.completions.create(**options)
     other = client.chat.completions.create(**options, response_format={"type": "text"})
     assert plain.choices[0].message.content == other.choices[0].message.content
+
+
+def test_a_costly_grammar_keeps_nobody_waiting(server: Serving, client: openai.OpenAI, monkeypatch: Any) -> None:
+    """It is made beside the engine's thread, and once: the engine only copies it."""
+    llm, threads = server.service.llm, list[str]()
+    make = llm._grammars._make
+
+    def slow(name: str, value: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        time.sleep(1)
+        return make(name, value)
+
+    monkeypatch.setattr(llm._grammars, "_make", slow)
+    stream = client.completions.create(model="demo", prompt=PROMPT, stream=True, **LONG)
+    next(iter(stream))
+    asked = {"structured_outputs": {"regex": "(ab|cd){3}"}}
+    done: list[str] = []
+    waiting = threading.Thread(
+        target=lambda: done.append(
+            client.completions.create(model="demo", prompt="a", n=2, extra_body=asked).choices[0].text
+        )
+    )
+    waiting.start()
+    before, longest = time.monotonic(), 0.0
+    while waiting.is_alive():
+        next(iter(stream))
+        before, longest = time.monotonic(), max(longest, time.monotonic() - before)
+    stream.close()
+    assert longest < 1 and len(done[0]) == 6
+    assert len(threads) == 1 and "engine" not in threads[0]
+    client.completions.create(model="demo", prompt="b", extra_body=asked)
+    assert len(threads) == 1
 
 
 def by_schema(schema: Any) -> dict[str, Any]:

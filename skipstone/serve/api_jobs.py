@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from skipstone.core.request import SamplingParams
@@ -70,6 +71,11 @@ async def _job(
     wanted = wanted | {"max_tokens": default_max_tokens if max_tokens is None else max_tokens}
     names = API_NAMES | (asked.names if asked else {})
     params = _params(service, body, wanted, asked, names)
+    if asked is not None:
+        try:
+            await asyncio.to_thread(service.llm.check_grammar, params)
+        except SkipstoneError as error:
+            raise from_engine(error, names) from None
     job = Job(
         request_id=request_id,
         prompts=prompts,

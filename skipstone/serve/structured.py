@@ -6,6 +6,8 @@ llguidance does the parsing; this file knows how a request asks for it and how t
 from __future__ import annotations
 
 import json
+import threading
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ from torch import Tensor
 
 from skipstone.core.request import SamplingParams
 from skipstone.errors import RequestError, UnsupportedError
+
+MOST_KEPT = 32
 
 
 class TokenGrammar:
@@ -50,13 +54,18 @@ class TokenGrammar:
 
 
 class GrammarCompiler:
-    """Makes grammars for one tokenizer. The vocabulary is read at the first use."""
+    """Makes grammars for one tokenizer, from any thread. The vocabulary is read at the first use.
+
+    The latest ones are kept: a copy costs next to nothing, the first of its kind up to seconds.
+    """
 
     def __init__(self, folder: Path, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         self.folder = folder
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
         self._tokenizer: Any = None
+        self._kept: OrderedDict[tuple[str, str], Any] = OrderedDict()
+        self._lock = threading.Lock()
 
     def compile(self, params: SamplingParams) -> TokenGrammar | None:
         """The grammar that the parameters ask for, if any.
@@ -67,14 +76,30 @@ class GrammarCompiler:
         if asked is None:
             return None
         name, value = asked
+        key = (name, value if isinstance(value, str) else json.dumps(value))
+        with self._lock:
+            matcher = self._kept.get(key)
+            if matcher is not None:
+                self._kept.move_to_end(key)
+        if matcher is None:
+            matcher = self._make(name, value)
+            with self._lock:
+                self._kept[key] = matcher
+                while len(self._kept) > MOST_KEPT:
+                    self._kept.popitem(last=False)
+        return TokenGrammar(matcher.deep_copy(), self.vocab_size)
+
+    def _make(self, name: str, value: str | list[str]) -> Any:
         llguidance = _library(name)
+        source = _grammar_source(llguidance, name, value)
         if self._tokenizer is None:
             self._tokenizer = self._load(llguidance, name)
-        source = _grammar_source(llguidance, name, value)
         matcher = llguidance.LLMatcher(self._tokenizer, source)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # what the first mask costs, copies need not pay again
         if matcher.is_error():
             raise RequestError(f"{name} cannot be used: {matcher.get_error().splitlines()[0]}")
-        return TokenGrammar(matcher, self.vocab_size)
+        return matcher
 
     def _load(self, llguidance: Any, name: str) -> Any:
         file = self.folder / "tokenizer.json"
