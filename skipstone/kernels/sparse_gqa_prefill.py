@@ -1,0 +1,181 @@
+"""Grouped-query attention over selected blocks for chunks of a prompt, where bits may depend on neighbouring rows.
+
+A program takes a tile of neighbouring rows and walks the union of the blocks they selected; blocks that all of its
+rows selected need no mask and come first, so that most of the work is plain matrix products.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from skipstone.core.batch import Span
+from skipstone.kernels.sparse_gqa_blocks import BlockConfig, attend_by_blocks
+from skipstone.kernels.sparse_gqa_union import union_of_rows
+
+LOG2_E = 1.4426950408889634
+NO_LIMIT = 1 << 30
+
+
+class PrefillConfig(NamedTuple):
+    """Tile shape and launch parameters."""
+
+    rows: int  # query rows of a tile, a power of two
+    keys: int
+    warps: int
+    stages: int
+
+
+def config(dtype: torch.dtype, unit: int, width: int, group: int, shared: int) -> PrefillConfig:
+    """Tiles for caches of `dtype` and head size `width` on a GPU with `shared` bytes of shared memory per program."""
+    keys = min(unit & -unit, 64)
+    return PrefillConfig(max(1, 64 // group), keys, 4, 3)
+
+
+def prefill(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    indices: Tensor,
+    unit: int,
+    span: Span,
+    scale: float,
+    tiles: PrefillConfig,
+    blocks: BlockConfig | None = None,
+    limit: int = NO_LIMIT,
+) -> Tensor:
+    """`sparse_gqa` by tiles of rows; see there for the shapes."""
+    requests, n = span.positions.shape
+    kv_heads, budget = indices.shape[1:]
+    group = q.shape[1] // kv_heads
+    out = torch.empty_like(q)
+    union = union_of_rows(indices, unit, span, tiles.rows, k_cache.shape[2], full_first=True)
+    _prefill_kernel[(requests * triton.cdiv(n, tiles.rows) * kv_heads,)](
+        q,
+        k_cache,
+        v_cache,
+        out,
+        *union,
+        span.positions,
+        n,
+        scale * LOG2_E,
+        limit,
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        GROUP_PAD=triton.next_power_of_2(group),
+        WIDTH=q.shape[2],
+        BUDGET_PAD=triton.next_power_of_2(budget),
+        UNIT=unit,
+        KEYS=tiles.keys,
+        BLOCK_SIZE=k_cache.shape[2],
+        ROWS=tiles.rows,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
+    if blocks is not None:
+        attend_by_blocks(q, k_cache, v_cache, out, indices, unit, span, scale, union, tiles.rows, limit, blocks)
+    return out
+
+
+@triton.jit
+def _attend_tile(q, k, v, top, total, acc, scale, limit, key, MASKED: tl.constexpr):
+    """Add one tile of keys to the running softmax of each row; keys past `limit` are hidden if MASKED."""
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if MASKED:
+        scores = tl.where(key[None, :] <= limit[:, None], scores, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, axis=1) * scale)
+    base = tl.where(new_top == float("-inf"), 0.0, new_top) if MASKED else new_top
+    weights = tl.exp2(scores * scale - base[:, None])
+    old = tl.exp2(top - base)
+    total = total * old + tl.sum(weights, axis=1)
+    acc = tl.dot(weights.to(v.dtype), v, acc * old[:, None], input_precision="ieee")
+    return new_top, total, acc
+
+
+@triton.jit(do_not_specialize=["n", "largest"])
+def _prefill_kernel(
+    q_ptr,  # [T, H, D]
+    k_ptr,  # [num_blocks, G, block_size, D]
+    v_ptr,  # as k
+    out_ptr,  # [T, H, D]
+    block_ptr,  # see Union
+    page_ptr,
+    rows_ptr,
+    count_ptr,
+    full_ptr,
+    positions_ptr,  # [R, n]
+    n,
+    scale,
+    largest,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BUDGET_PAD: tl.constexpr,
+    UNIT: tl.constexpr,
+    KEYS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    TILES: tl.constexpr = UNIT // KEYS
+    HEADS: tl.constexpr = ROWS * GROUP_PAD
+    pid = tl.program_id(0)
+    row_tiles = (n + ROWS - 1) // ROWS
+    # Neighbouring tiles of one head run side by side, as they read much the same blocks; the longest come first.
+    row_tile = row_tiles - 1 - pid % row_tiles
+    kv_head = pid // row_tiles % KV_HEADS
+    request = (pid // (row_tiles * KV_HEADS)).to(tl.int64)
+
+    tile = (request * row_tiles + row_tile) * KV_HEADS + kv_head
+    size = tl.load(count_ptr + tile)
+    if size > largest:
+        return
+
+    m = tl.arange(0, HEADS)
+    member = m // GROUP_PAD
+    local_row = row_tile * ROWS + member
+    real = (local_row < n) & (m % GROUP_PAD < GROUP)
+    row = request * n + local_row
+    d = tl.arange(0, WIDTH)
+    key = tl.arange(0, KEYS)
+    head_place = (row * KV_HEADS + kv_head) * GROUP + m % GROUP_PAD
+    q = tl.load(q_ptr + head_place[:, None] * WIDTH + d, mask=real[:, None], other=0.0)
+    position = tl.load(positions_ptr + row, mask=real, other=-1).to(tl.int32)
+    last_position = tl.max(position)
+    entries = tile * (ROWS * BUDGET_PAD)
+    full = tl.load(full_ptr + tile) * TILES
+    count = size * TILES
+
+    top = tl.full([HEADS], float("-inf"), tl.float32)
+    total = tl.zeros([HEADS], tl.float32)
+    acc = tl.zeros([HEADS, WIDTH], tl.float32)
+    at = key[:, None] * WIDTH + d
+    block = tl.load(block_ptr + entries, mask=count > 0, other=0)
+    page = tl.load(page_ptr + entries, mask=count > 0, other=0).to(tl.int64)
+    for i in range(full):
+        start = (block * UNIT + i % TILES * KEYS) % BLOCK_SIZE
+        place = ((page * KV_HEADS + kv_head) * BLOCK_SIZE + start) * WIDTH
+        k = tl.load(k_ptr + place + at)
+        v = tl.load(v_ptr + place + at)
+        following = entries + (i + 1) // TILES
+        block = tl.load(block_ptr + following, mask=i + 1 < count, other=0)
+        page = tl.load(page_ptr + following, mask=i + 1 < count, other=0).to(tl.int64)
+        top, total, acc = _attend_tile(q, k, v, top, total, acc, scale, position, key, False)
+    rows = tl.load(rows_ptr + entries + full // TILES, mask=full < count, other=0)
+    for i in range(full, count):
+        start = block * UNIT + i % TILES * KEYS
+        place = ((page * KV_HEADS + kv_head) * BLOCK_SIZE + start % BLOCK_SIZE) * WIDTH
+        k = tl.load(k_ptr + place + at)
+        v = tl.load(v_ptr + place + at, mask=key[:, None] <= last_position - start, other=0.0)
+        limit = tl.where((rows >> member & 1) != 0, position - start, -1)
+        following = entries + (i + 1) // TILES
+        block = tl.load(block_ptr + following, mask=i + 1 < count, other=0)
+        page = tl.load(page_ptr + following, mask=i + 1 < count, other=0).to(tl.int64)
+        rows = tl.load(rows_ptr + following, mask=i + 1 < count, other=0)
+        top, total, acc = _attend_tile(q, k, v, top, total, acc, scale, limit, key, True)
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    tl.store(out_ptr + head_place[:, None] * WIDTH + d, acc.to(out_ptr.dtype.element_ty), mask=real[:, None])
