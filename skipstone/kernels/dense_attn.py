@@ -107,22 +107,35 @@ def _attend_kernel(
         span = split + (step // per_span) * splits
         start = span * SPAN + (step % per_span) * BLOCK_N
         key = start + tl.arange(0, BLOCK_N)
+        # Places past the last key read that one again: what was never written may be NaN, and weight zero keeps NaN.
+        near = tl.minimum(tl.arange(0, BLOCK_N), length - 1 - start)
         if BLOCK_SIZE % BLOCK_N == 0:
             block = tl.load(table_ptr + request * table_stride + start // BLOCK_SIZE).to(tl.int64)
+            first = ((block * KV_HEADS + kv_head) * BLOCK_SIZE + start % BLOCK_SIZE) * D
+            k_ptrs = k_ptr + first + (near[:, None] * D + dim[None, :])
+            v_ptrs = v_ptr + first + (near[:, None] * D + dim[None, :])
         else:
-            block = tl.load(table_ptr + request * table_stride + key // BLOCK_SIZE, mask=key < length, other=0)
-            block = block.to(tl.int64)
-        place = ((block * KV_HEADS + kv_head) * BLOCK_SIZE + key % BLOCK_SIZE) * D
-        written = (key < length)[:, None] & (dim < D)[None, :]
-        k = tl.load(k_ptr + place[:, None] + dim[None, :], mask=written, other=0.0)
-        v = tl.load(v_ptr + place[:, None] + dim[None, :], mask=written, other=0.0)
+            token = start + near
+            block = tl.load(table_ptr + request * table_stride + token // BLOCK_SIZE).to(tl.int64)
+            place = ((block * KV_HEADS + kv_head) * BLOCK_SIZE + token % BLOCK_SIZE) * D
+            k_ptrs = k_ptr + place[:, None] + dim[None, :]
+            v_ptrs = v_ptr + place[:, None] + dim[None, :]
+        if BLOCK_D == D:
+            k = tl.load(k_ptrs)
+            v = tl.load(v_ptrs)
+        else:
+            k = tl.load(k_ptrs, mask=(dim < D)[None, :], other=0.0)
+            v = tl.load(v_ptrs, mask=(dim < D)[None, :], other=0.0)
         scores = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
         scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
         next_peak = tl.maximum(span_peak, tl.max(scores, axis=1) * scale)
         weights = tl.exp2(tl.fma(scores, scale, -next_peak[:, None])).to(v.dtype)
-        keep = tl.exp2(span_peak - next_peak)[:, None]
-        span_total = dot(weights, ones, span_total * keep)
-        span_acc = dot(weights, v, span_acc * keep)
+        if WHOLE or per_span > 1:
+            keep = tl.exp2(span_peak - next_peak)[:, None]
+            span_total = span_total * keep
+            span_acc = span_acc * keep
+        span_total = dot(weights, ones, span_total)
+        span_acc = dot(weights, v, span_acc)
         span_peak = next_peak
         if not WHOLE and (step % per_span == per_span - 1 or step == steps - 1):
             if SPLIT:

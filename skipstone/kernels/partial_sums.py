@@ -52,11 +52,12 @@ def _combine_kernel(
     peak_ptr,  # [T, HEADS, parts] float32
     total_ptr,  # [T, HEADS, parts] float32
     acc_ptr,  # [T, HEADS, parts, D] float32
-    counts_ptr,  # [T] keys of each row, less `missing`
+    counts_ptr,  # [T, GROUPS] keys of each row and group of heads, less `missing`
     out_ptr,  # [T, HEADS, D]
     parts,
     missing,
     HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     KEYS: tl.constexpr,
@@ -65,7 +66,8 @@ def _combine_kernel(
     row = tl.program_id(0).to(tl.int64)
     place = row * HEADS + tl.program_id(1)
     dim = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
-    count = tl.cdiv(tl.load(counts_ptr + row).to(tl.int32) + missing, KEYS)
+    group = tl.program_id(1) * GROUPS // HEADS
+    count = tl.cdiv(tl.load(counts_ptr + row * GROUPS + group).to(tl.int32) + missing, KEYS)
     peak = tl.full([1], LOWEST, tl.float32)
     total = tl.zeros([1, 1], tl.float32)
     acc = tl.zeros([1, BLOCK_D], tl.float32)
@@ -83,7 +85,10 @@ def _combine_kernel(
 
 
 def combine_parts(parts: Parts, counts: Tensor, missing: int, keys: int, out: Tensor) -> None:
-    """Fill out [T, H, D]. Row t has counts[t] + missing keys, `keys` to a part; parts behind those are not read."""
+    """Fill out [T, H, D]. A row and group has counts [T, G] + missing keys, `keys` to a part; no part behind is read.
+
+    G groups share the heads evenly; counts is contiguous.
+    """
     rows, heads, places, width = parts.acc.shape
     block = min(triton.next_power_of_2(width), CHUNK)
     _combine_kernel[(rows, heads, triton.cdiv(width, block))](
@@ -95,6 +100,7 @@ def combine_parts(parts: Parts, counts: Tensor, missing: int, keys: int, out: Te
         places,
         missing,
         HEADS=heads,
+        GROUPS=counts.numel() // rows,
         D=width,
         BLOCK_D=block,
         KEYS=keys,

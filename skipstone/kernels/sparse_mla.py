@@ -5,7 +5,8 @@ to last, so bits depend neither on the number of rows nor on how parts are sprea
 program takes a few parts and leaves them for a second launch; with many, it walks all of them.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls, disable-error-code=assignment
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: disable-error-code=assignment
 
 from __future__ import annotations
 

@@ -38,6 +38,36 @@ def pages_per_unit(unit: int) -> int:
     return unit // PAGE_SIZE
 
 
+def check_verify_rows(indices: Tensor, block_table: Tensor, seq_lens: Tensor, query_len: int) -> None:
+    """Raise ShapeError unless indices has `query_len` rows per request and block_table a row for each."""
+    rows, requests = indices.shape[0], seq_lens.shape[0]
+    if rows != requests * query_len:
+        raise ShapeError(
+            f"indices has {rows} rows, expected requests * query_len = {requests} * {query_len}"
+            f" = {requests * query_len}; pass the rows of requests with equal query_len only, padding rows included"
+        )
+    if block_table.shape[0] < requests:
+        raise ShapeError(f"block_table has {block_table.shape[0]} rows for {requests} requests; pass one per seq_len")
+
+
+def check_prefill_rows(indices: Tensor, request_ids: Tensor, positions: Tensor) -> None:
+    """Raise ShapeError unless every row has a request and a position."""
+    if not indices.shape[0] == request_ids.shape[0] == positions.shape[0]:
+        raise ShapeError(
+            f"indices has {indices.shape[0]} rows, request_ids {request_ids.shape[0]}, positions {positions.shape[0]};"
+            " pass one of each per row"
+        )
+
+
+def check_groups(table: PageTable, rows: int, kv_heads: int) -> None:
+    """Raise ShapeError unless the table has one group per KV head for each of the rows."""
+    if table.pages.shape[:2] != (rows, kv_heads):
+        raise ShapeError(
+            f"the page table has [rows, groups] = {list(table.pages.shape[:2])}, q and the pages have"
+            f" [{rows}, {kv_heads}]; build it with one group per KV head"
+        )
+
+
 def decode_page_table(indices: Tensor, block_table: Tensor, seq_lens: Tensor, unit: int, page_stride: int) -> PageTable:
     """Tables of requests with one row each, the last token of its sequence. indices [R, G, S] int32, seq_lens [R].
 
@@ -55,14 +85,8 @@ def verify_page_table(
     seq_len - query_len + i; rows that this puts before the sequence are padding. The rest is as in
     `prefill_page_table`.
     """
-    rows, requests = indices.shape[0], seq_lens.shape[0]
-    if rows != requests * query_len:
-        raise ShapeError(
-            f"indices has {rows} rows, expected requests * query_len = {requests} * {query_len}"
-            f" = {requests * query_len}; pass the rows of requests with equal query_len only, padding rows included"
-        )
-    if block_table.shape[0] < requests:
-        raise ShapeError(f"block_table has {block_table.shape[0]} rows for {requests} requests; pass one per seq_len")
+    check_verify_rows(indices, block_table, seq_lens, query_len)
+    requests = seq_lens.shape[0]
     request = torch.arange(requests, device=indices.device)
     place = torch.arange(query_len, device=indices.device)
     positions = seq_lens[:, None] - query_len + place  # [R, query_len]
@@ -83,11 +107,7 @@ def prefill_page_table(
     that where each block holds its keys and then its values. Rows at negative positions, or of a request that the
     block table lacks, are padding: they read no key.
     """
-    if not indices.shape[0] == request_ids.shape[0] == positions.shape[0]:
-        raise ShapeError(
-            f"indices has {indices.shape[0]} rows, request_ids {request_ids.shape[0]}, positions {positions.shape[0]};"
-            " pass one of each per row"
-        )
+    check_prefill_rows(indices, request_ids, positions)
     requests, blocks = block_table.shape
     rows, groups, budget = indices.shape
     per_unit = pages_per_unit(unit)
@@ -122,11 +142,7 @@ def paged_attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, table: PageTabl
     """
     rows, heads, width = q.shape
     kv_heads = k_pages.shape[1]
-    if table.pages.shape[:2] != (rows, kv_heads):
-        raise ShapeError(
-            f"the page table has [rows, groups] = {list(table.pages.shape[:2])}, q and the pages have"
-            f" [{rows}, {kv_heads}]; build it with one group per KV head"
-        )
+    check_groups(table, rows, kv_heads)
     head = torch.arange(kv_heads, device=q.device)[:, None]
     pages = table.pages.long()  # [T, Hkv, P]
     keys = k_pages[pages, head].view(rows * kv_heads, -1, width)  # [T * Hkv, P * 16, D]
