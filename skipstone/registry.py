@@ -98,6 +98,8 @@ KERNELS = Registry(
             ("prefill_page_table", "block_table", "block_table"),
             ("paged_attention", "block_table", "block_table"),
             ("sample", "sampling", "sampling"),
+            ("decode_rows", "decode", "decode"),
+            ("accept", "decode", "decode"),
         ]
         for implementation, module in (("reference", f"reference.{reference}"), ("triton", triton))
     },

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from skipstone.kernels.reference.decode import Accepted, DecodeRows
 from skipstone.registry import KERNELS
 
 Implementation = Literal["reference", "triton"]
@@ -43,6 +44,8 @@ class Ops:
     prefill_page_table: Callable[..., Any]
     paged_attention: Callable[..., Tensor]
     sample: Callable[..., Tensor]
+    decode_rows: Callable[..., DecodeRows]
+    accept: Callable[..., Accepted]
 
     @property
     def is_reference(self) -> bool:

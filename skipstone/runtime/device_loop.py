@@ -67,7 +67,7 @@ class DeviceLoop:
         self.step = step
         self.drafts = step.drafter is not None
         self.graphs = graphs and not step.ops.is_reference
-        self.most_k = step.state.tokens.shape[1] - 1
+        self.most_k = step.state.most_k
         self.slots: dict[Request, int] = {}
         self.known: dict[Request, Known] = {}
         self._captured: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
@@ -143,7 +143,7 @@ class DeviceLoop:
         bucket = next((size for size in BUCKETS if size >= len(requests)), len(requests))
         bucket = max(min(bucket, padding), len(requests))
         slots = [self.slots[request] for request in requests] + [padding] * (bucket - len(requests))
-        device = self.step.state.start.device
+        device = self.step.state.device
         ids = torch.tensor(slots, dtype=torch.int64, device="cpu")
         if not self.graphs:
             return DeviceStep(self, requests, k, self.step.run(ids.to(device), k))
@@ -156,7 +156,9 @@ class DeviceLoop:
     def _graph(self, bucket: int, k: int) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
         """Captured at first use, on padding only, so that no request's state moves."""
         if (bucket, k) not in self._captured:
-            slots = torch.full_like(self.step.state.start[:1].expand(bucket), self.step.state.padding_slot)
+            slots = torch.full(
+                (bucket,), self.step.state.padding_slot, dtype=torch.int64, device=self.step.state.device
+            )
             warm = torch.cuda.Stream()
             warm.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(warm):

@@ -1,18 +1,21 @@
 """What the device knows of running requests between decode steps, so that a step needs nothing from the host.
 
-Every running request has a slot, a row of these tensors. One more slot belongs to padding: its position is negative, so
-its rows read and write nothing that counts.
+Every running request has a slot, a row of one matrix, so that one gather brings all of it. One more slot belongs to
+padding: its position is negative, so its rows read and write nothing that counts.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import struct
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from skipstone.core.batch import PAD, SPARE_BLOCK, ZERO_BLOCK, Batch, Span
+from skipstone.core.batch import PAD, ZERO_BLOCK, Batch, Span
+from skipstone.kernels.ops import Ops
+
+START, LIMIT, MOST_DRAFTS, SEED, TEMPERATURE, TOKENS = range(6)  # columns; the temperature's is a float64's bits
 
 
 class SlotValues(NamedTuple):
@@ -27,93 +30,94 @@ class SlotValues(NamedTuple):
     blocks: list[int]
 
 
-@dataclass(frozen=True)
+class SlotRows(NamedTuple):
+    """The state of R requests, read at once."""
+
+    start: Tensor  # [R] int64, PAD for padding
+    limit: Tensor  # [R] int64
+    most_drafts: Tensor  # [R] int64
+    seed: Tensor  # [R] int64
+    temperature: Tensor  # [R] float32
+    tokens: Tensor  # [R, k + 1] int64, PAD where there is no draft
+    blocks: Tensor  # [R, max_blocks] int64
+
+
 class DeviceState:
-    """S slots for requests and one for padding, the last; k is the largest number of drafts."""
+    """S slots for requests and one for padding, the last. k is the largest number of drafts."""
 
-    tokens: Tensor  # [S + 1, k + 1] int64, PAD where there is no draft
-    start: Tensor  # [S + 1] int64
-    limit: Tensor  # [S + 1] int64
-    most_drafts: Tensor  # [S + 1] int64
-    seed: Tensor  # [S + 1] int64
-    temperature: Tensor  # [S + 1] float32
-    blocks: Tensor  # [S + 1, max_blocks] int64
-
-    @staticmethod
-    def make(slots: int, k: int, max_blocks: int, device: torch.device) -> DeviceState:
-        """A state of padding only."""
-        number = torch.zeros(slots + 1, dtype=torch.int64, device=device)
-        return DeviceState(
-            tokens=torch.full((slots + 1, k + 1), PAD, dtype=torch.int64, device=device),
-            start=torch.full_like(number, PAD),
-            limit=number.clone(),
-            most_drafts=number.clone(),
-            seed=number.clone(),
-            temperature=torch.zeros(slots + 1, dtype=torch.float32, device=device),
-            blocks=torch.full((slots + 1, max_blocks), ZERO_BLOCK, dtype=torch.int64, device=device),
-        )
+    def __init__(self, slots: int, k: int, max_blocks: int, device: torch.device) -> None:
+        self.most_k = k
+        self.table = TOKENS + k + 1  # first column of the block table
+        self.values = torch.full((slots + 1, self.table + max_blocks), PAD, dtype=torch.int64, device=device)
+        self.values[:, self.table :] = ZERO_BLOCK
+        self.values[:, TEMPERATURE] = 0
 
     @property
     def padding_slot(self) -> int:
         """The slot of padding requests."""
-        return self.start.shape[0] - 1
+        return self.values.shape[0] - 1
+
+    @property
+    def device(self) -> torch.device:
+        """Where the state lies."""
+        return self.values.device
+
+    def read(self, slots: Tensor, k: int) -> SlotRows:
+        """The state of the requests in `slots` [R], with up to k drafts."""
+        rows = self.values[slots]
+        warm = rows[:, TEMPERATURE : TEMPERATURE + 1].view(torch.float64)[:, 0].float()
+        tokens, blocks = rows[:, TOKENS : TOKENS + k + 1], rows[:, self.table :]
+        return SlotRows(rows[:, START], rows[:, LIMIT], rows[:, MOST_DRAFTS], rows[:, SEED], warm, tokens, blocks)
+
+    def advance(self, slots: Tensor, start: Tensor, tokens: Tensor) -> None:
+        """Move requests to `start` [R] (PAD for padding), with their newest token and its drafts [R, k + 1]."""
+        self.values[slots, START] = start
+        self.values[slots[:, None], torch.arange(TOKENS, TOKENS + tokens.shape[1], device=slots.device)] = tokens
 
     def upload(self, values: dict[int, SlotValues]) -> None:
         """Overwrite some slots, with one copy to the device."""
-        k1, blocks = self.tokens.shape[1], self.blocks.shape[1]
+        width = self.values.shape[1] - self.table
         rows = []
         for slot, v in values.items():
-            tokens = v.tokens + [PAD] * (k1 - len(v.tokens))
-            table = v.blocks[:blocks] + [ZERO_BLOCK] * (blocks - len(v.blocks))
-            rows.append([slot, v.start, v.limit, v.most_drafts, v.seed, *tokens, *table])
-        packed = _to_device(torch.tensor(rows, dtype=torch.int64, device="cpu"), self.start.device)
-        place = packed[:, 0]
-        for column, field in enumerate((self.start, self.limit, self.most_drafts, self.seed), start=1):
-            field[place] = packed[:, column]
-        self.tokens[place] = packed[:, 5 : 5 + k1]
-        self.blocks[place] = packed[:, 5 + k1 :]
-        warm = torch.tensor([v.temperature for v in values.values()], dtype=torch.float32, device="cpu")
-        self.temperature[place] = _to_device(warm, self.start.device)
+            tokens = v.tokens + [PAD] * (self.most_k + 1 - len(v.tokens))
+            bits = struct.unpack("q", struct.pack("d", v.temperature))[0]
+            table = v.blocks[:width] + [ZERO_BLOCK] * (width - len(v.blocks))
+            rows.append([slot, v.start, v.limit, v.most_drafts, v.seed, bits, *tokens, *table])
+        packed = self._to_device(rows)
+        self.values[packed[:, 0]] = packed[:, 1:]
 
     def upload_blocks(self, values: dict[int, SlotValues]) -> None:
         """Overwrite the block tables and limits of some slots, while the rest of them may be ahead of the host."""
-        width = self.blocks.shape[1]
-        rows = [
-            [slot, v.limit, *v.blocks[:width], *[ZERO_BLOCK] * (width - len(v.blocks))] for slot, v in values.items()
-        ]
-        packed = _to_device(torch.tensor(rows, dtype=torch.int64, device="cpu"), self.start.device)
-        self.limit[packed[:, 0]] = packed[:, 1]
-        self.blocks[packed[:, 0]] = packed[:, 2:]
+        width = self.values.shape[1] - self.table
+        rows = []
+        for slot, v in values.items():
+            rows.append([slot, v.limit, *v.blocks[:width], *[ZERO_BLOCK] * (width - len(v.blocks))])
+        packed = self._to_device(rows)
+        self.values[packed[:, 0], LIMIT] = packed[:, 1]
+        self.values[packed[:, 0], self.table :] = packed[:, 2:]
+
+    def _to_device(self, rows: list[list[int]]) -> Tensor:
+        packed = torch.tensor(rows, dtype=torch.int64, device="cpu")
+        if self.device.type == "cpu":
+            return packed
+        return packed.pin_memory().to(self.device, non_blocking=True)
 
 
-def _to_device(values: Tensor, device: torch.device) -> Tensor:
-    if device.type == "cpu":
-        return values
-    return values.pin_memory().to(device, non_blocking=True)
-
-
-def decode_batch(token_ids: Tensor, positions: Tensor, limit: Tensor, table: Tensor, block_size: int) -> Batch:
-    """The batch of R requests with n rows each, made on the device. Nothing is read back.
-
-    token_ids, positions [R, n], limit [R], table [R, blocks]. Rows at negative positions or from `limit` on are
-    padding.
-    """
+def decode_batch(ops: Ops, token_ids: Tensor, start: Tensor, limit: Tensor, table: Tensor, block_size: int) -> Batch:
+    """The batch of R requests with n rows each from `start` on, made on the device; see `ops.decode_rows`."""
     requests, n = token_ids.shape
-    counts = (positions >= 0) & (positions < limit[:, None])
-    place = torch.where(counts, positions, 0)
-    block = table.gather(1, place // block_size)
-    rows = requests * n
-    seen = torch.where(counts, positions, PAD)
-    slots = torch.where(counts & (block != ZERO_BLOCK), block, SPARE_BLOCK)
-    longest = table.shape[1] * block_size
+    rows = ops.decode_rows(token_ids, start, limit, table, block_size)
+    count = requests * n
+    # Only plain torch reads block tables by row.
+    by_row = table if n == 1 or not ops.is_reference else table.repeat_interleave(n, dim=0)
     return Batch(
-        input_ids=token_ids.clamp(min=0).flatten(),
-        positions=place.flatten(),
-        seq_lens=seen.amax(dim=1) + 1,
-        slot_block=slots.flatten(),
-        slot_offset=(place % block_size).flatten(),
-        row_block_table=table if n == 1 else table[:, None].expand(requests, n, -1).reshape(rows, -1),
-        logits_indices=torch.arange(rows, device=table.device),
-        spans=[Span(slice(0, requests), slice(0, rows), n, seen, table)],
-        max_seq_len=longest,
+        input_ids=rows.input_ids,
+        positions=rows.positions,
+        seq_lens=rows.seq_lens,
+        slot_block=rows.slot_block,
+        slot_offset=rows.slot_offset,
+        row_block_table=by_row,
+        logits_indices=rows.positions,  # unused: every row has logits
+        spans=[Span(slice(0, requests), slice(0, count), n, rows.seen, table)],
+        max_seq_len=table.shape[1] * block_size,
     )

@@ -88,7 +88,7 @@ class ModelRunner:
         if verifier.rates is not None:
             rates = torch.tensor(verifier.rates, dtype=torch.float64, device=self.device)
         with torch.inference_mode():
-            state = DeviceState.make(max_requests, k, -(-max_model_len // self.block_size), self.device)
+            state = DeviceState(max_requests, k, -(-max_model_len // self.block_size), self.device)
         step = DecodeStep(self.model, self.groups, drafter, state, self.ops, self.block_size, rates)
         self.device_loop = DeviceLoop(step, graphs)
         return self.device_loop

@@ -13,13 +13,13 @@ from torch.nn.utils.rnn import pad_sequence
 
 from skipstone.core.batch import PAD
 from skipstone.core.sampling_rows import SampledRow, sampling_rows
+from skipstone.kernels.reference.decode import coins, uniforms
 from skipstone.kernels.reference.sampling import gumbel_noise, process_logits, sample
 from skipstone.spec.choose import fresh_seeds
 from skipstone.spec.rejection import block_verify, rejection_sample
 
 Rule = Literal["exact", "rejection", "block"]
-# Streams of the verification's own draws; any constants that are used nowhere else.
-UNIFORM_STREAM = 0x1F83D9ABFB41BD6B
+# The stream of the verification's own draws; any constant that is used nowhere else.
 RECOVERY_STREAM = 0x2BE0CD19137E2179
 
 
@@ -71,13 +71,13 @@ class Verifier:
         target = pad_sequence(list(law.split(counts)), batch_first=True)  # [R, k+1, V]
         noise = gumbel_noise(how.seed ^ RECOVERY_STREAM, how.position, logits.shape[1])
         # Block verification looks at the numbers of all drafts, so those behind the run it keeps are not used again.
-        uniforms = _uniforms(fresh_seeds(how.seed, rows), how.position)
+        draws = uniforms(fresh_seeds(how.seed, rows), how.position)
         rule = rejection_sample if self.rule == "rejection" else block_verify
         verified = rule(
             target,
             _padded_laws(draft_probs, drafts, target),
             pad_sequence([torch.tensor(ids, dtype=torch.int64) for ids in drafts], True, PAD),
-            pad_sequence([part[: len(part) - 1] for part in uniforms.split(counts)], True),
+            pad_sequence([part[: len(part) - 1] for part in draws.split(counts)], True),
             pad_sequence(list(noise.split(counts)), batch_first=True),
         )
         accepted = verified.num_accepted.tolist()
@@ -93,27 +93,10 @@ class Verifier:
             return Run(tokens[:1], 0)
         position = torch.arange(row.position, row.position + len(drafts))[None]
         rates = torch.tensor(self.rates, dtype=torch.float64)
-        coins = accept_by_coins(torch.full_like(position[:, 0], row.request.seed), position, rates)[0].tolist()
-        while accepted < len(drafts) and coins[accepted]:
+        kept = coins(torch.full_like(position[:, 0], row.request.seed), position, rates)[0].tolist()
+        while accepted < len(drafts) and kept[accepted]:
             accepted += 1
         return Run([*drafts[:accepted], tokens[accepted]], accepted)
-
-
-def accept_by_coins(seed: Tensor, position: Tensor, rates: Tensor) -> Tensor:
-    """Whether each draft survives a coin of its conditional rate; the last rate serves all further positions.
-
-    seed [R], position [R, k] of the drafts, rates [N] float64. Returns [R, k] bool, a function of (seed, position).
-    """
-    k = position.shape[1]
-    each = torch.cat([rates, rates[-1:].expand(k)])[:k]
-    coins = _uniforms(seed.repeat_interleave(k), position.flatten()).view(-1, k)
-    return coins < each
-
-
-def _uniforms(seed: Tensor, position: Tensor) -> Tensor:
-    """A number in (0, 1) per row, a function of (seed, position): [L] float64."""
-    gumbel = gumbel_noise(seed ^ UNIFORM_STREAM, position, 1)[:, 0].double()
-    return torch.exp(-torch.exp(-gumbel))
 
 
 def _padded_laws(draft_probs: list[list[Tensor]], drafts: list[list[int]], target: Tensor) -> Tensor:
