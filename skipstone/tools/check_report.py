@@ -29,8 +29,11 @@ def render(report: CheckReport) -> None:
     ):
         table.add_column(heading, justify="left" if heading == "proposer" else "right")
     table.add_column("accepted, by position")
+    if any(cell.unwatched is not None for cell in report.cells):
+        table.add_column("equal texts as graphs", justify="right")
     for cell in report.cells:
-        table.add_row(*_row(cell, report.exact))
+        graphs = [] if cell.unwatched is None else [_share(cell.unwatched, len(report.texts), True)]
+        table.add_row(*_row(cell, report.exact), *graphs)
     out.print(table)
     for cell in report.cells:
         if cell.refused:
@@ -53,6 +56,8 @@ def verdict(report: CheckReport) -> str:
     logits = f"logits of {same:,} of {rows:,} rows bit-equal"
     if report.equal:
         why = logits if report.exact else f"{logits}, none differs by more than {largest:.2g}"
+        if any(cell.unwatched is not None for cell in report.cells):
+            why += "; so are all texts of steps that run as graphs"
         return f"EQUAL: all {texts} texts of {len(results)} runs are those of k = 0; {why}"
     ties = sum(difference.kind == NEAR_TIE for difference in found)
     counts = f"{len(found) - ties} logic errors, {ties} near ties"

@@ -8,8 +8,10 @@ import msgspec
 
 from skipstone.config import EngineConfig
 from skipstone.errors import ConfigError, SkipstoneError, UnsupportedError
+from skipstone.kernels.dispatch import choose_device
 from skipstone.models.loader import read_model_info
 from skipstone.models.locate import locate
+from skipstone.outputs import RequestOutput
 from skipstone.serve.text import Tokenizer
 from skipstone.tools.compare import Comparer, Comparison, Difference, Reference
 from skipstone.tools.progress import Progress
@@ -26,6 +28,7 @@ class Cell(msgspec.Struct, kw_only=True):
     k: int
     refused: str | None = None  # why this pair cannot run
     comparison: Comparison | None = None
+    unwatched: int | None = None  # GPU: equal texts of a run that nothing watches, so its steps are graphs
     acceptance_length: float | None = None
     acceptance_rates: list[float] = []
     steps: int = 0
@@ -66,6 +69,7 @@ class CheckReport(msgspec.Struct, kw_only=True):
     def equal(self) -> bool:
         """Whether every text was the same, and in exact mode every logit."""
         same = all(result.equal_texts == result.texts for result in self.ran)
+        same = same and all(cell.unwatched in (None, len(self.texts)) for cell in self.cells)
         return same and (not self.exact or all(result.equal_rows == result.rows for result in self.ran))
 
 
@@ -90,13 +94,19 @@ def check(
     pairs = [(spec, k) for spec in specs for k in ks if k > 0]
     if not pairs:
         raise ConfigError("there is nothing to compare; --k needs a number above 0, and --proposers a proposer")
-    with Progress("checking", (len(pairs) + 1) * len(jobs)) as bar:
+    on_gpu = choose_device(config.device).type != "cpu"
+    with Progress("checking", (len(pairs) + 1) * (1 + on_gpu) * len(jobs)) as bar:
         bar.say("k = 0")
         reference = Reference()
         plain = run_jobs(with_spec(config, "off", 0), jobs, reference, bar.tick)
         reference.close(plain.outputs)
         cells = [_check_pair(config, spec, k, jobs, reference, bar) for spec, k in pairs]
-    if all(cell.refused for cell in cells):
+        if on_gpu:
+            cells.insert(0, Cell(proposer="none", spec="off", k=0))
+            for cell in cells:
+                bar.say(f"{cell.proposer}, k = {cell.k}, as graphs")
+                cell.unwatched = None if cell.refused else _equal_texts(config, cell, jobs, plain.outputs, bar)
+    if all(cell.refused for cell in cells if cell.k):
         raise ConfigError(str(cells[0].refused))
     texts = [
         Text(request_id=output.request_id, prompt=prompt.name, temperature=params.temperature)
@@ -138,8 +148,18 @@ def _check_pair(
     )
 
 
+def _equal_texts(
+    config: EngineConfig, cell: Cell, jobs: Sequence[Job], expected: list[RequestOutput], bar: Progress
+) -> int:
+    """How many texts of an engine that nothing watches are the expected ones."""
+    done = run_jobs(with_spec(config, cell.spec, cell.k), jobs, None, bar.tick)
+    pairs = zip(done.outputs, expected, strict=True)
+    return sum(got.outputs[0].token_ids == wanted.outputs[0].token_ids for got, wanted in pairs)
+
+
 def _dtype(config: EngineConfig) -> str:
-    return "bfloat16" if config.dtype == "bfloat16" else "float32"
+    small = config.dtype == "bfloat16" or (config.dtype == "auto" and choose_device(config.device).type != "cpu")
+    return "bfloat16" if small else "float32"
 
 
 def _token_texts(config: EngineConfig, differences: Sequence[Difference]) -> dict[int, str]:
