@@ -419,6 +419,20 @@ class TestCommand:
         with pytest.raises(ConfigError, match=r"host=no\.such\.host\.invalid"):
             listen(ServerConfig(host="no.such.host.invalid"))
 
+    @pytest.mark.parametrize(
+        ("flags", "words"),
+        [
+            (["--replicas", "2"], "replicas=2 and max_replicas=None need Ray Serve; pass --ray"),
+            (["--max-replicas", "2"], "need Ray Serve; pass --ray"),
+            (["--ray", "--replicas", "3", "--max-replicas", "2"], "max_replicas=2 is less than replicas=3"),
+        ],
+    )
+    def test_replicas_that_do_not_fit(self, flags: list[str], words: str) -> None:
+        command = load_command("serve")
+        args = Parser("serve", command).parse(["demo", *flags])
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            command.run(args, resolve(command, args, {}))
+
     def test_options_come_from_one_definition(self, tmp_path: Path) -> None:
         command = load_command("serve")
         (tmp_path / "options.yaml").write_text("max_queue: 7\nspec: ngram:2\n")

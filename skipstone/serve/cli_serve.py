@@ -6,8 +6,11 @@ import argparse
 import re
 import socket
 
+import msgspec
+
 from skipstone.config import EngineConfig
 from skipstone.errors import ConfigError
+from skipstone.models.locate import locate
 from skipstone.serve.cli_model import open_model
 from skipstone.serve.cli_options import Command, Settings
 from skipstone.serve.cli_output import note
@@ -20,6 +23,8 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     """Serve until a signal ends it. The port is taken before the model is loaded."""
     config = ServerConfig(**{name: settings.values[name] for name in ServerConfig.__struct_fields__})
     _check(config)
+    if config.ray:
+        return _run_on_ray(config, settings, args.quiet)
     try:
         from skipstone.serve.http_server import serve
         from skipstone.serve.step_observer import StepObserver
@@ -30,6 +35,18 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
         observer = StepObserver()
         with open_model(settings, args.quiet, observer) as (llm, _):
             return serve(llm, config, listener, observer, quiet=args.quiet)
+
+
+def _run_on_ray(config: ServerConfig, settings: Settings, quiet: bool) -> int:
+    engine = settings.engine_config()
+    folder = locate(engine.model)
+    listen(config).close()
+    try:
+        from skipstone.serve import ray_serve
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"serve --ray needs the package {error.name}; pip install 'skipstone[serve,ray]'") from None
+    # Replicas may start in another folder than this one.
+    return ray_serve.run(msgspec.structs.replace(engine, model=str(folder.resolve())), config, quiet)
 
 
 def listen(config: ServerConfig) -> socket.socket:
@@ -53,6 +70,12 @@ def _check(config: ServerConfig) -> None:
     for key in config.api_keys:
         if not key.strip() or not key.isascii() or key != key.strip():
             raise ConfigError("api_key must be plain ASCII text without spaces at its ends, and not empty")
+    if not config.ray and (config.replicas > 1 or config.max_replicas is not None):
+        raise ConfigError(
+            f"replicas={config.replicas} and max_replicas={config.max_replicas} need Ray Serve; pass --ray"
+        )
+    if config.max_replicas is not None and config.max_replicas < config.replicas:
+        raise ConfigError(f"max_replicas={config.max_replicas} is less than replicas={config.replicas}; raise it")
     if config.host not in ("127.0.0.1", "localhost", "::1") and not config.api_keys:
         note(f"warning: listening on {config.host} without an --api-key: whoever reaches it can use it")
 

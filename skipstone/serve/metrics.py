@@ -125,10 +125,11 @@ class ServerMetrics(Collector):
         prefix: str,
         clock: PhaseClock | None = None,
         online: OnlineCheck | None = None,
+        engine: str = "0",
     ) -> None:
         self._llm = llm
         self._prefix = prefix
-        self._labels = {"model_name": model_name, "engine": "0"}
+        self._labels = {"model_name": model_name, "engine": engine}
         self._clock = clock or PhaseClock()
         self._online = online
         self._watch = AcceptanceWatch()

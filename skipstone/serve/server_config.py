@@ -45,6 +45,13 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     online: Annotated[
         Positive | None, Meta(description="compute one of this many verify steps again without drafts, and compare")
     ] = None
+    ray: Annotated[bool, Meta(description="run replicas of the server with Ray Serve")] = False
+    replicas: Annotated[
+        Positive, Meta(description="replicas, each with a model of its own; more than 1 need --ray")
+    ] = 1
+    max_replicas: Annotated[
+        Positive | None, Meta(description="start more under load, up to this many; none: always the same number")
+    ] = None
     ui: Annotated[bool, Meta(description="serve the page at /")] = True
     metrics_prefix: Annotated[str, Meta(description="before the names of the metrics that vLLM also has")] = "vllm:"
 

@@ -38,7 +38,8 @@ def program_version() -> str:
 class Service:
     """One model behind one server."""
 
-    def __init__(self, llm: LLM, config: ServerConfig, observer: StepObserver | None = None) -> None:
+    def __init__(self, llm: LLM, config: ServerConfig, observer: StepObserver | None = None, engine: str = "0") -> None:
+        """`engine`: which of several replicas this is, for the metrics."""
         self.llm = llm
         self.config = config
         self.name = config.served_model_name or llm.folder.name
@@ -50,7 +51,7 @@ class Service:
         self.draining = False
         observer = observer or StepObserver()
         online = OnlineCheck(llm, config.online) if config.online is not None else None
-        self.metrics = ServerMetrics(llm, self.name, config.metrics_prefix, observer, online)
+        self.metrics = ServerMetrics(llm, self.name, config.metrics_prefix, observer, online, engine)
         self.engine = EngineThread(llm, config.max_queue, self.metrics, self._engine_died, observer, online)
         self.token_text = functools.cache(self._token_text)
         self.death: asyncio.Future[str] | None = None
