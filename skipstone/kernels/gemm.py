@@ -1,15 +1,19 @@
 """Matrix products in Triton whose rows do not depend on how many other rows are in the call.
 
-The tile along K, the number of K segments and the matrix instruction follow from the weight's shape alone. Up to
-DECODE_ROWS rows every segment has a program of its own, and the last program of a tile adds the segments in ascending
-order; above, one program walks all segments of its tile and adds them in the same order. So one row, k + 1 rows and a
-prompt's chunk get the same bits.
+K is cut into segments that follow from the weight's shape alone. Up to DECODE_ROWS rows every segment has a program of
+its own, and the last program of a tile adds the segments in ascending order; above, one program walks all segments of
+its tile and adds them in the same order. So one row, k + 1 rows and a prompt's chunk get the same bits.
+
+Products are computed transposed, weight^T x^T: the weight's columns fill the tall side of the matrix instruction, and
+few rows its narrow side. On Hopper that is WGMMA at any number of rows; its sums have the same bits for every shape of
+tile, and those of `mma.sync` as well (measured), so tiles may follow the number of rows.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import NamedTuple
 
@@ -42,15 +46,22 @@ def is_hip() -> bool:
 
 
 def decode_tiles(n: int, k: int, dtype: torch.dtype, hip: bool) -> Tiles:
-    """The cut of a [K, N] weight. Everything that decides bits (k and splits) depends on n, k and dtype only."""
+    """The cut of a [K, N] weight. What decides bits (k * blocks per split) depends on n, k and dtype only."""
     if dtype == torch.float32:
         block_n, block_k, wanted = 32, 32, 132
     else:
-        block_n, block_k, wanted = (128 if n > 1024 else 64), 64, 264
+        block_n, block_k, wanted = 64, 64, 264
     tiles, blocks = triton.cdiv(n, block_n), triton.cdiv(k, block_k)
     splits = max(1, min(wanted // tiles, blocks // 4, 16))
     splits = triton.cdiv(blocks, triton.cdiv(blocks, splits))  # no empty segment
-    return Tiles(block_n, block_k, splits, 4, 2 if hip else 4)
+    return Tiles(block_n, block_k, splits, 4, 2 if hip else 6)
+
+
+def prefill_tiles(segment: int, dtype: torch.dtype, hip: bool) -> tuple[int, Tiles]:
+    """Rows and columns per program for many rows, whose segments have `segment` values of K."""
+    if dtype == torch.float32:
+        return 64, Tiles(32, math.gcd(segment, 32), 1, 4, 2)
+    return 128, Tiles(128, math.gcd(segment, 64), 1, 8, 2 if hip else 4)
 
 
 def compile_options(hip: bool) -> dict[str, int]:
@@ -84,7 +95,7 @@ def dot(a, b, acc):
 
 @triton.jit
 def _segment(
-    x_ptrs,  # [BLOCK_M, BLOCK_K], at the segment's first block
+    x_ptrs,  # [BLOCK_M, BLOCK_K], at the segment's first tile
     w_ptrs,  # [BLOCK_K, BLOCK_N]
     row_mask,
     n_mask,
@@ -98,9 +109,9 @@ def _segment(
     BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """Sum over BLOCKS tiles of K from `first` on. `EVEN`: no tile reaches past K or N."""
+    """weight^T x^T [BLOCK_N, BLOCK_M] over BLOCKS tiles of K from `first` on. `EVEN`: no tile reaches past K or N."""
     k = tl.arange(0, BLOCK_K)
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for block in range(BLOCKS):
         if EVEN:
             x = tl.load(x_ptrs, mask=row_mask[:, None], other=0.0)
@@ -109,7 +120,7 @@ def _segment(
             k_mask = (first + block) * BLOCK_K + k < K
             x = tl.load(x_ptrs, mask=row_mask[:, None] & k_mask[None, :], other=0.0)
             w = tl.load(w_ptrs, mask=k_mask[:, None] & n_mask[None, :], other=0.0)
-        acc = dot(x.to(w.dtype), w, acc)
+        acc = dot(tl.trans(w), tl.trans(x.to(w.dtype)), acc)
         x_ptrs += BLOCK_K * x_stride_k
         w_ptrs += BLOCK_K * w_stride_k
     return acc
@@ -152,8 +163,8 @@ def _decode_kernel(
         x_ptrs, w_ptrs, row_mask, n_mask, first, x_stride_k, w_stride_k,
         K, PER_SPLIT, BLOCK_M, BLOCK_N, BLOCK_K, EVEN,
     )  # fmt: skip
-    mask = row_mask[:, None] & n_mask[None, :]
-    cells = m.to(tl.int64)[:, None] * N + n[None, :]
+    mask = n_mask[:, None] & row_mask[None, :]
+    cells = m.to(tl.int64)[None, :] * N + n[:, None]
     out_ptrs = out_ptr + batch * rows * N + cells
     if SPLITS == 1:
         tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
@@ -165,8 +176,8 @@ def _decode_kernel(
         tl.debug_barrier()  # all threads' stores come before the one thread's count
         arrived = tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel")
         if arrived == SPLITS - 1:
-            total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-            for _other in range(SPLITS):
+            total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            for _ in tl.static_range(SPLITS):  # unrolled, so that all loads are under way at once
                 # Past the L1, which may hold another use of this memory.
                 total += tl.load(partial_ptrs, mask=mask, other=0.0, cache_modifier=".cg")
                 partial_ptrs += rows.to(tl.int64) * N
@@ -211,7 +222,7 @@ def _prefill_kernel(
     k = tl.arange(0, BLOCK_K)
     x_ptrs = x_ptr + batch * x_stride_b + m.to(tl.int64)[:, None] * x_stride_m + k[None, :] * x_stride_k
     w_ptrs = w_ptr + batch * w_stride_b + k[:, None] * w_stride_k + n.to(tl.int64)[None, :] * w_stride_n
-    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for split in range(SPLITS):
         first = split * PER_SPLIT
         skipped = tl.cast(first * BLOCK_K, tl.int64)
@@ -223,8 +234,8 @@ def _prefill_kernel(
             total = acc
         else:
             total += acc
-    out_ptrs = out_ptr + batch * rows * N + m.to(tl.int64)[:, None] * N + n[None, :]
-    tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=row_mask[:, None] & n_mask[None, :])
+    out_ptrs = out_ptr + batch * rows * N + m.to(tl.int64)[None, :] * N + n[:, None]
+    tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=n_mask[:, None] & row_mask[None, :])
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:
@@ -236,25 +247,23 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
         return out
     hip = is_hip()
     tiles = decode_tiles(n, k, weight.dtype, hip)
+    segment = triton.cdiv(triton.cdiv(k, tiles.k), tiles.splits) * tiles.k
+    block_m = max(16, triton.next_power_of_2(rows))
+    splits = tiles.splits
+    decode = rows <= DECODE_ROWS and batch * triton.cdiv(n, tiles.n) <= COUNTERS
+    if not decode:
+        block_m, tiles = prefill_tiles(segment, weight.dtype, hip)
     sizes = (rows, *x.stride(), *weight.stride())
-    even = n % tiles.n == 0 and k % (tiles.k * tiles.splits) == 0
-    shape = {"K": k, "N": n, "BLOCK_N": tiles.n, "BLOCK_K": tiles.k, "SPLITS": tiles.splits}
-    shape |= {"PER_SPLIT": triton.cdiv(triton.cdiv(k, tiles.k), tiles.splits), "EVEN": even}
-    shape |= compile_options(hip)
-    block_m = 16 if rows <= 16 or knobs.runtime.interpret else 32
+    shape = {"K": k, "N": n, "SPLITS": splits, "PER_SPLIT": triton.cdiv(segment, tiles.k), **compile_options(hip)}
+    shape |= {"BLOCK_M": block_m, "BLOCK_N": tiles.n, "BLOCK_K": tiles.k, "num_warps": tiles.warps}
+    shape |= {"EVEN": n % tiles.n == 0 and k == segment * splits, "num_stages": tiles.stages}
     row_tiles, columns = triton.cdiv(rows, block_m), triton.cdiv(n, tiles.n)
-    if rows <= DECODE_ROWS and batch * columns * row_tiles <= COUNTERS:
-        grid = (row_tiles, columns, batch * tiles.splits)
-        parts = tiles.splits if tiles.splits > 1 else 0
-        partial = torch.empty(batch, parts, rows, n, dtype=torch.float32, device=x.device)
-        _decode_kernel[grid](
-            x, weight, out, partial, counters(x.device), *sizes,
-            BLOCK_M=block_m, num_warps=tiles.warps, num_stages=tiles.stages, **shape,
-        )  # fmt: skip
-        return out
-    _prefill_kernel[(row_tiles * columns, batch)](
-        x, weight, out, *sizes, BLOCK_M=block_m, GROUP=8, num_warps=tiles.warps, num_stages=tiles.stages, **shape
-    )
+    if decode:
+        partial = torch.empty(batch, splits if splits > 1 else 0, rows, n, dtype=torch.float32, device=x.device)
+        grid = (row_tiles, columns, batch * splits)
+        _decode_kernel[grid](x, weight, out, partial, counters(x.device), *sizes, **shape)
+    else:
+        _prefill_kernel[(row_tiles * columns, batch)](x, weight, out, *sizes, GROUP=8, **shape)
     return out
 
 

@@ -15,11 +15,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton import knobs
 
 from skipstone.kernels.gemm import DECODE_ROWS, compile_options, counters, dot, is_hip
 from skipstone.kernels.moe_prefill import experts_prefill
-from skipstone.kernels.moe_tiles import combine, gate
+from skipstone.kernels.moe_tiles import combine, gate, gate_up_columns
 from skipstone.kernels.reference.pointwise import GatedActivation
 from skipstone.kernels.route import route
 
@@ -41,14 +40,14 @@ def up_tiles(dtype: torch.dtype, hip: bool) -> Tiles:
     """Columns of the gate (and as many of the up) projection per program; K tile."""
     if dtype == torch.float32:
         return Tiles(32, 32, 4, 2)
-    return Tiles(64, 64, 4, 2 if hip else 4)
+    return Tiles(64, 64, 4, 2) if hip else Tiles(64, 128, 4, 3)
 
 
 def down_tiles(dtype: torch.dtype, hip: bool) -> Tiles:
     """Columns per program; K tile."""
     if dtype == torch.float32:
         return Tiles(32, 32, 4, 2)
-    return Tiles(128, 64, 4, 2 if hip else 4)
+    return Tiles(128, 64, 4, 2) if hip else Tiles(128, 128, 4, 3)
 
 
 @triton.jit
@@ -124,32 +123,28 @@ def _up_kernel(
         experts_ptr, pairs, tl.program_id(2), tl.program_id(0) * BLOCK_M, EXPERTS, BLOCK_E, BLOCK_M, CHUNK, CHUNKS
     )
     if tl.program_id(0) * BLOCK_M < count:
-        n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-        n_mask = n < N
+        columns, column_mask = gate_up_columns(tl.program_id(1), N, BLOCK_N)
         k = tl.arange(0, BLOCK_K)
         x_ptrs = x_ptr + (pair // TOP_K).to(tl.int64)[:, None] * x_stride + k[None, :]
-        gate_ptrs = weight_ptr + expert * w_stride_e + k.to(tl.int64)[:, None] * w_stride_k + n[None, :] * w_stride_n
-        up_offset = N * w_stride_n
-        gates = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        ups = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        w_ptrs = weight_ptr + expert * w_stride_e + k.to(tl.int64)[:, None] * w_stride_k + columns[None, :] * w_stride_n
+        acc = tl.zeros([2 * BLOCK_N, BLOCK_M], tl.float32)
         for block in range((K + BLOCK_K - 1) // BLOCK_K):
             if EVEN:
                 x = tl.load(x_ptrs, mask=row_mask[:, None], other=0.0)
-                w_gate = tl.load(gate_ptrs)
-                w_up = tl.load(gate_ptrs + up_offset)
+                w = tl.load(w_ptrs)
             else:
                 k_mask = block * BLOCK_K + k < K
                 x = tl.load(x_ptrs, mask=row_mask[:, None] & k_mask[None, :], other=0.0)
-                w_gate = tl.load(gate_ptrs, mask=k_mask[:, None] & n_mask[None, :], other=0.0)
-                w_up = tl.load(gate_ptrs + up_offset, mask=k_mask[:, None] & n_mask[None, :], other=0.0)
-            x = x.to(w_gate.dtype)
-            gates = dot(x, w_gate, gates)
-            ups = dot(x, w_up, ups)
+                w = tl.load(w_ptrs, mask=k_mask[:, None] & column_mask[None, :], other=0.0)
+            acc = dot(tl.trans(w), tl.trans(x.to(w.dtype)), acc)
             x_ptrs += BLOCK_K
-            gate_ptrs += BLOCK_K * w_stride_k
+            w_ptrs += BLOCK_K * w_stride_k
+        rounded = acc.to(inner_ptr.dtype.element_ty).to(tl.float32)
+        gates, ups = tl.split(tl.permute(tl.reshape(rounded, [2, BLOCK_N, BLOCK_M]), [1, 2, 0]))
         inner = gate(gates, ups, alpha, limit, shift)
-        inner_ptrs = inner_ptr + pair.to(tl.int64)[:, None] * N + n[None, :]
-        tl.store(inner_ptrs, inner.to(inner_ptr.dtype.element_ty), mask=row_mask[:, None] & n_mask[None, :])
+        n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        inner_ptrs = inner_ptr + pair.to(tl.int64)[None, :] * N + n[:, None]
+        tl.store(inner_ptrs, inner.to(inner_ptr.dtype.element_ty), mask=(n < N)[:, None] & row_mask[None, :])
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -188,7 +183,7 @@ def _down_kernel(
         k = tl.arange(0, BLOCK_K)
         x_ptrs = inner_ptr + pair.to(tl.int64)[:, None] * K + k[None, :]
         w_ptrs = weight_ptr + expert * w_stride_e + k.to(tl.int64)[:, None] * w_stride_k + n[None, :] * w_stride_n
-        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         for block in range((K + BLOCK_K - 1) // BLOCK_K):
             if EVEN:
                 x = tl.load(x_ptrs, mask=row_mask[:, None], other=0.0)
@@ -197,16 +192,18 @@ def _down_kernel(
                 k_mask = block * BLOCK_K + k < K
                 x = tl.load(x_ptrs, mask=row_mask[:, None] & k_mask[None, :], other=0.0)
                 w = tl.load(w_ptrs, mask=k_mask[:, None] & n_mask[None, :], other=0.0)
-            acc = dot(x, w, acc)
+            acc = dot(tl.trans(w), tl.trans(x), acc)
             x_ptrs += BLOCK_K
             w_ptrs += BLOCK_K * w_stride_k
-        partial_ptrs = partial_ptr + pair.to(tl.int64)[:, None] * N + n[None, :]
-        tl.store(partial_ptrs, acc.to(partial_ptr.dtype.element_ty), mask=row_mask[:, None] & n_mask[None, :])
+        partial_ptrs = partial_ptr + pair.to(tl.int64)[None, :] * N + n[:, None]
+        tl.store(partial_ptrs, acc.to(partial_ptr.dtype.element_ty), mask=n_mask[:, None] & row_mask[None, :])
     tl.debug_barrier()  # all threads' stores come before the one thread's count
     arrived = tl.atomic_add(counter_ptr + tl.program_id(1), 1, sem="acq_rel")
     if arrived == tl.num_programs(0) * tl.num_programs(2) - 1:
         rows = pairs // TOP_K
-        combine(partial_ptr, weights_ptr, out_ptr, 0, rows, n, n_mask, TOP_K, N, BLOCK_M, BLOCK_N, ROW_TILES)
+        combine(
+            partial_ptr, partial_ptr, weights_ptr, out_ptr, 0, rows, n, n_mask, TOP_K, N, 16, BLOCK_N, ROW_TILES, False
+        )
         tl.store(counter_ptr + tl.program_id(1), 0)
 
 
@@ -226,7 +223,7 @@ def _experts_decode(
     inner = torch.empty(pairs, inner_size, dtype=gate_up.dtype, device=x.device)
     partial = torch.empty(pairs, hidden, dtype=gate_up.dtype, device=x.device)
     out = torch.empty(rows, hidden, dtype=out_dtype, device=x.device)
-    block_m = 16 if rows <= 16 or knobs.runtime.interpret else 32
+    block_m = max(16, triton.next_power_of_2(rows))
     chunk = min(CHUNK, max(16, triton.next_power_of_2(pairs)))
     common = {"TOP_K": top_k, "EXPERTS": stored, "BLOCK_E": triton.next_power_of_2(stored + 1), "BLOCK_M": block_m}
     common |= {"CHUNK": chunk, "CHUNKS": triton.next_power_of_2(triton.cdiv(pairs, chunk)), **compile_options(hip)}
@@ -242,7 +239,7 @@ def _experts_decode(
     even = inner_size % tiles.k == 0 and hidden % tiles.n == 0
     _down_kernel[(row_tiles, triton.cdiv(hidden, tiles.n), slots)](
         inner, experts, weights, down, partial, out, counters(x.device), pairs, *down.stride(),
-        K=inner_size, N=hidden, ROW_TILES=row_tiles, BLOCK_N=tiles.n, BLOCK_K=tiles.k, EVEN=even,
+        K=inner_size, N=hidden, ROW_TILES=block_m // 16, BLOCK_N=tiles.n, BLOCK_K=tiles.k, EVEN=even,
         num_warps=tiles.warps, num_stages=tiles.stages, **common,
     )  # fmt: skip
     return out

@@ -4,16 +4,16 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton import knobs
 
 from skipstone.kernels.gemm import compile_options, dot, is_hip
-from skipstone.kernels.moe_tiles import combine, gate
+from skipstone.kernels.moe_tiles import combine, gate, gate_up_columns
 from skipstone.kernels.reference.pointwise import GatedActivation
 
 GROUP = 8  # row tiles that run side by side and share columns of a weight through the L2
@@ -29,22 +29,18 @@ class Tiles(NamedTuple):
     stages: int
 
 
-def up_tiles(dtype: torch.dtype, exact: bool, hip: bool) -> Tiles:
+def up_tiles(dtype: torch.dtype, hip: bool) -> Tiles:
     """Rows, and columns of the gate (and as many of the up) projection, per program."""
     if dtype == torch.float32:
         return Tiles(32, 32, 32, 4, 2)
-    if exact:
-        return Tiles(32, 64, 64, 4, 2 if hip else 4)
-    return Tiles(128, 64, 64, 4, 2) if hip else Tiles(128, 128, 64, 8, 3)
+    return Tiles(128, 64, 64, 4, 2) if hip else Tiles(128, 128, 64, 8, 4)
 
 
-def down_tiles(dtype: torch.dtype, exact: bool, hip: bool) -> Tiles:
+def down_tiles(dtype: torch.dtype, hip: bool) -> Tiles:
     """Rows and columns per program."""
     if dtype == torch.float32:
         return Tiles(32, 32, 32, 4, 2)
-    if exact:
-        return Tiles(32, 128, 64, 4, 2 if hip else 4)
-    return Tiles(128, 128, 64, 4, 2) if hip else Tiles(128, 256, 64, 8, 3)
+    return Tiles(128, 128, 64, 4, 2) if hip else Tiles(128, 256, 64, 8, 4)
 
 
 @triton.jit
@@ -103,33 +99,29 @@ def _up_kernel(
         start_ptr, EXPERTS, (N + BLOCK_N - 1) // BLOCK_N, BLOCK_E, BLOCK_M, GROUP
     )
     if any_rows:
-        n = column * BLOCK_N + tl.arange(0, BLOCK_N)
-        n_mask = n < N
+        columns, column_mask = gate_up_columns(column, N, BLOCK_N)
         k = tl.arange(0, BLOCK_K)
         row = tl.load(order_ptr + place, mask=row_mask, other=0) // TOP_K
         x_ptrs = x_ptr + row.to(tl.int64)[:, None] * x_stride + k[None, :]
-        gate_ptrs = weight_ptr + expert * w_stride_e + k.to(tl.int64)[:, None] * w_stride_k + n[None, :] * w_stride_n
-        up_offset = N * w_stride_n
-        gates = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        ups = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        w_ptrs = weight_ptr + expert * w_stride_e + k.to(tl.int64)[:, None] * w_stride_k + columns[None, :] * w_stride_n
+        acc = tl.zeros([BLOCK_M, 2 * BLOCK_N], tl.float32)
         for block in range((K + BLOCK_K - 1) // BLOCK_K):
             if EVEN:  # rows that are not the expert's hold another row's sums, and are not stored
                 x = tl.load(x_ptrs)
-                w_gate = tl.load(gate_ptrs)
-                w_up = tl.load(gate_ptrs + up_offset)
+                w = tl.load(w_ptrs)
             else:
                 k_mask = block * BLOCK_K + k < K
                 x = tl.load(x_ptrs, mask=k_mask[None, :], other=0.0)
-                w_gate = tl.load(gate_ptrs, mask=k_mask[:, None] & n_mask[None, :], other=0.0)
-                w_up = tl.load(gate_ptrs + up_offset, mask=k_mask[:, None] & n_mask[None, :], other=0.0)
-            x = x.to(w_gate.dtype)
-            gates = dot(x, w_gate, gates)
-            ups = dot(x, w_up, ups)
+                w = tl.load(w_ptrs, mask=k_mask[:, None] & column_mask[None, :], other=0.0)
+            acc = dot(x.to(w.dtype), w, acc)
             x_ptrs += BLOCK_K
-            gate_ptrs += BLOCK_K * w_stride_k
+            w_ptrs += BLOCK_K * w_stride_k
+        rounded = acc.to(inner_ptr.dtype.element_ty).to(tl.float32)
+        gates, ups = tl.split(tl.permute(tl.reshape(rounded, [BLOCK_M, 2, BLOCK_N]), [0, 2, 1]))
         inner = gate(gates, ups, alpha, limit, shift)
+        n = column * BLOCK_N + tl.arange(0, BLOCK_N)
         inner_ptrs = inner_ptr + place.to(tl.int64)[:, None] * N + n[None, :]
-        tl.store(inner_ptrs, inner.to(inner_ptr.dtype.element_ty), mask=row_mask[:, None] & n_mask[None, :])
+        tl.store(inner_ptrs, inner.to(inner_ptr.dtype.element_ty), mask=row_mask[:, None] & (n < N)[None, :])
 
 
 @triton.jit
@@ -179,9 +171,44 @@ def _down_kernel(
         tl.store(partial_ptrs, acc.to(partial_ptr.dtype.element_ty), mask=row_mask[:, None] & n_mask[None, :])
 
 
+@triton.jit
+def _gather_kernel(
+    x_ptr,  # [T, WIDTH]
+    order_ptr,  # [pairs]
+    place_ptr,  # [pairs] out: where each pair stands in the order
+    sorted_ptr,  # [pairs, WIDTH] out
+    x_stride,
+    TOP_K: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program per place in the order."""
+    place = tl.program_id(0).to(tl.int64)
+    pair = tl.load(order_ptr + place)
+    tl.store(place_ptr + pair, place.to(tl.int32))
+    row = (pair // TOP_K).to(tl.int64)
+    for start in tl.static_range(0, WIDTH, BLOCK):
+        dim = start + tl.arange(0, BLOCK)
+        values = tl.load(x_ptr + row * x_stride + dim, mask=dim < WIDTH)
+        tl.store(sorted_ptr + place * WIDTH + dim, values, mask=dim < WIDTH)
+
+
+@triton.jit
+def _gate_kernel(gate_up_ptr, inner_ptr, alpha, limit, shift, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """`GatedActivation` of gate_up [pairs, 2 * WIDTH] -> inner [pairs, WIDTH]. One program per row."""
+    row = tl.program_id(0).to(tl.int64)
+    for start in tl.static_range(0, WIDTH, BLOCK):
+        dim = start + tl.arange(0, BLOCK)
+        gates = tl.load(gate_up_ptr + row * 2 * WIDTH + dim, mask=dim < WIDTH).to(tl.float32)
+        ups = tl.load(gate_up_ptr + row * 2 * WIDTH + WIDTH + dim, mask=dim < WIDTH).to(tl.float32)
+        inner = gate(gates, ups, alpha, limit, shift)
+        tl.store(inner_ptr + row * WIDTH + dim, inner.to(inner_ptr.dtype.element_ty), mask=dim < WIDTH)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _combine_kernel(
     partial_ptr,
+    place_ptr,
     weights_ptr,
     out_ptr,
     rows,
@@ -189,18 +216,92 @@ def _combine_kernel(
     N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    SORTED: tl.constexpr,
 ):
+    """One program per (row tile, column tile)."""
+    first = tl.program_id(0) * BLOCK_M
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    combine(
-        partial_ptr, weights_ptr, out_ptr, tl.program_id(0) * BLOCK_M, rows, n, n < N, TOP_K, N, BLOCK_M, BLOCK_N, 1
-    )
+    combine(partial_ptr, place_ptr, weights_ptr, out_ptr, first, rows, n, n < N, TOP_K, N, BLOCK_M, BLOCK_N, 1, SORTED)
 
 
-def _starts(experts: Tensor, stored: int) -> tuple[Tensor, Tensor]:
-    """(row, slot) pairs by expert [pairs], and where each expert's pairs begin [stored + 1]. No host sync."""
+def _combine(partial: Tensor, place: Tensor | None, weights: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """Weighted sums [T, N] of partial [pairs, N], in (row, slot) order or at the places given."""
+    (rows, top_k), n = weights.shape, partial.shape[1]
+    out = torch.empty(rows, n, dtype=out_dtype, device=partial.device)
+    _combine_kernel[(triton.cdiv(rows, 4), triton.cdiv(n, 1024))](
+        partial, partial if place is None else place, weights, out, rows,
+        TOP_K=top_k, N=n, BLOCK_M=4, BLOCK_N=1024, SORTED=place is not None, num_warps=8,
+    )  # fmt: skip
+    return out
+
+
+def _by_expert(experts: Tensor, stored: int) -> tuple[Tensor, Tensor]:
+    """(row, slot) pairs by expert [pairs], and where each expert's pairs begin [stored + 1] int32. No host sync."""
     by_expert, order = experts.flatten().to(torch.int32).sort(stable=True)
     bounds = torch.arange(stored + 1, dtype=torch.int32, device=experts.device)
     return order, torch.searchsorted(by_expert, bounds, out_int32=True)
+
+
+@cache
+def _has_grouped_mm(device: torch.device) -> bool:
+    """Whether torch has CUTLASS's grouped product for this device; it is the fastest on Hopper (measured)."""
+    hopper = device.type == "cuda" and not is_hip() and torch.cuda.get_device_capability(device) == (9, 0)
+    return hopper and hasattr(torch, "_grouped_mm")
+
+
+def _fits_grouped_mm(x: Tensor, gate_up: Tensor, down: Tensor) -> bool:
+    """Whether `torch._grouped_mm` takes these tensors: bfloat16, rows of whole 16 bytes."""
+    return (
+        _has_grouped_mm(x.device)
+        and x.dtype == gate_up.dtype == torch.bfloat16
+        and gate_up.is_contiguous()
+        and down.is_contiguous()
+        and down.shape[1] % 8 == 0
+        and down.shape[2] % 8 == 0
+    )
+
+
+def _grouped_mm_parts(
+    x: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, activation: GatedActivation
+) -> tuple[Tensor, Tensor]:
+    """Every pair's result, by expert, with torch's grouped products; and where each pair's is."""
+    hidden, inner_size, top_k = x.shape[1], down.shape[1], experts.shape[1]
+    order, starts = _by_expert(experts, down.shape[0])
+    pairs = order.shape[0]
+    x_sorted = x.new_empty(pairs, hidden)
+    place = torch.empty(pairs, dtype=torch.int32, device=x.device)
+    _gather_kernel[(pairs,)](x, order, place, x_sorted, x.stride(0), TOP_K=top_k, WIDTH=hidden, BLOCK=2048)
+    both = torch._grouped_mm(x_sorted, gate_up, offs=starts[1:])
+    inner = x.new_empty(pairs, inner_size)
+    _gate_kernel[(pairs,)](both, inner, *activation, WIDTH=inner_size, BLOCK=1024)
+    return torch._grouped_mm(inner, down, offs=starts[1:]), place
+
+
+def _triton_parts(
+    x: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, activation: GatedActivation
+) -> tuple[Tensor, None]:
+    """Every pair's result in (row, slot) order, by our own kernels. They launch as many programs as could be needed."""
+    hidden, (stored, inner_size), top_k, hip = x.shape[1], down.shape[:2], experts.shape[1], is_hip()
+    order, starts = _by_expert(experts, stored)
+    pairs = order.shape[0]
+    inner = torch.empty(pairs, inner_size, dtype=gate_up.dtype, device=x.device)
+    partial = torch.empty(pairs, hidden, dtype=gate_up.dtype, device=x.device)
+    common = {"EXPERTS": stored, "BLOCK_E": triton.next_power_of_2(stored), "GROUP": GROUP, **compile_options(hip)}
+
+    def launch(tiles: Tiles, k: int, n: int) -> tuple[tuple[int], dict[str, int]]:
+        row_tiles = triton.cdiv(pairs, tiles.m) + min(stored, pairs)
+        even = k % tiles.k == 0 and n % tiles.n == 0
+        options = {"K": k, "N": n, "BLOCK_M": tiles.m, "BLOCK_N": tiles.n, "BLOCK_K": tiles.k, "EVEN": even}
+        options |= {"num_warps": tiles.warps, "num_stages": tiles.stages, **common}
+        return (triton.cdiv(row_tiles, GROUP) * GROUP * triton.cdiv(n, tiles.n),), options
+
+    grid, options = launch(up_tiles(gate_up.dtype, hip), hidden, inner_size)
+    _up_kernel[grid](
+        x, order, starts, gate_up, inner, x.stride(0), *gate_up.stride(), *activation, TOP_K=top_k, **options
+    )
+    grid, options = launch(down_tiles(down.dtype, hip), inner_size, hidden)
+    _down_kernel[grid](inner, order, starts, down, partial, *down.stride(), **options)
+    return partial, None
 
 
 def experts_prefill(
@@ -213,31 +314,8 @@ def experts_prefill(
     exact: bool,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """`moe.experts_forward` for many rows. Its own kernels launch as many programs as rows could need tiles."""
-    (rows, hidden), (stored, inner_size), hip = x.shape, down.shape[:2], is_hip()
-    top_k = experts.shape[1]
-    pairs = rows * top_k
-    order, starts = _starts(experts, stored)
-    inner = torch.empty(pairs, inner_size, dtype=gate_up.dtype, device=x.device)
-    partial = torch.empty(pairs, hidden, dtype=gate_up.dtype, device=x.device)
-    out = torch.empty(rows, hidden, dtype=out_dtype, device=x.device)
-    common = {"EXPERTS": stored, "BLOCK_E": triton.next_power_of_2(stored), "GROUP": GROUP, **compile_options(hip)}
-
-    def launch(tiles: Tiles, k: int, n: int) -> tuple[tuple[int], dict[str, int]]:
-        block_m = 16 if exact and knobs.runtime.interpret else tiles.m
-        row_tiles = triton.cdiv(pairs, block_m) + min(stored, pairs)
-        even = k % tiles.k == 0 and n % tiles.n == 0
-        options = {"K": k, "N": n, "BLOCK_M": block_m, "BLOCK_N": tiles.n, "BLOCK_K": tiles.k, "EVEN": even}
-        options |= {"num_warps": tiles.warps, "num_stages": tiles.stages, **common}
-        return (triton.cdiv(row_tiles, GROUP) * GROUP * triton.cdiv(n, tiles.n),), options
-
-    grid, options = launch(up_tiles(gate_up.dtype, exact, hip), hidden, inner_size)
-    _up_kernel[grid](
-        x, order, starts, gate_up, inner, x.stride(0), *gate_up.stride(), *activation, TOP_K=top_k, **options
-    )
-    grid, options = launch(down_tiles(down.dtype, exact, hip), inner_size, hidden)
-    _down_kernel[grid](inner, order, starts, down, partial, *down.stride(), **options)
-    _combine_kernel[(triton.cdiv(rows, 4), triton.cdiv(hidden, 1024))](
-        partial, weights, out, rows, TOP_K=top_k, N=hidden, BLOCK_M=4, BLOCK_N=1024, num_warps=8
-    )
-    return out
+    """`moe.experts_forward` for many rows."""
+    grouped = not exact and _fits_grouped_mm(x, gate_up, down)
+    products = _grouped_mm_parts if grouped else _triton_parts
+    parts, place = products(x, experts, gate_up, down, activation)
+    return _combine(parts, place, weights, out_dtype)
