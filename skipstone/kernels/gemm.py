@@ -26,7 +26,6 @@ from triton import knobs
 DECODE_ROWS = 64  # up to here a product is bound by reading the weight
 COUNTERS = 1 << 16
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)
-ROWS_BY_VALUE = ["rows", "x_stride_b", "x_stride_m"]
 
 
 class Tiles(NamedTuple):
@@ -126,7 +125,7 @@ def _segment(
     return acc
 
 
-@triton.jit(do_not_specialize=ROWS_BY_VALUE)
+@triton.jit(do_not_specialize=["rows"])
 def _decode_kernel(
     x_ptr,  # [B, rows, K]
     w_ptr,  # [B, K, N]
@@ -185,7 +184,7 @@ def _decode_kernel(
             tl.store(counter_ptr + tile, 0)
 
 
-@triton.jit(do_not_specialize=ROWS_BY_VALUE)
+@triton.jit(do_not_specialize=["rows"])
 def _prefill_kernel(
     x_ptr,  # [B, rows, K]
     w_ptr,  # [B, K, N]

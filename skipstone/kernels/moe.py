@@ -92,7 +92,7 @@ def _pairs_of_expert(
     return expert.to(tl.int64), count, found, wanted < count
 
 
-@triton.jit(do_not_specialize=["pairs", "x_stride"])
+@triton.jit(do_not_specialize=["pairs"])
 def _up_kernel(
     x_ptr,  # [T, K]
     experts_ptr,  # [pairs]

@@ -69,7 +69,7 @@ def _tile(
     return expert.to(tl.int64), place, place < end, end > first, in_group // GROUP
 
 
-@triton.jit(do_not_specialize=["x_stride"])
+@triton.jit
 def _up_kernel(
     x_ptr,  # [T, K]
     order_ptr,  # [pairs] (row, slot) pairs by expert

@@ -17,6 +17,8 @@ BLOCK = 2048
 STREAM = tl.constexpr(GUMBEL_STREAM)
 LARGEST_LOGIT = tl.constexpr(LARGEST)
 COLDEST = tl.constexpr(MIN_TEMPERATURE)
+STEP = tl.constexpr(2.0**-52)
+LAST_BITS = tl.constexpr((1 << 52) - 1)
 
 
 @triton.jit
@@ -28,14 +30,54 @@ def _mix64(value):
 
 
 @triton.jit
-def _gumbel(seed, position, token):
-    """Standard Gumbel noise, float32: a function of int64 scalars seed and position and int64 token ids."""
+def _noise_bits(seed, position, token):
+    """The 52 random bits of tokens (int64), a function of the int64 scalars seed and position. int64."""
     stream = tl.full([], STREAM, tl.uint64)
     row_key = _mix64(_mix64(seed.to(tl.uint64, bitcast=True) ^ stream) + position.to(tl.uint64, bitcast=True))
     token_key = _mix64((token + 1).to(tl.uint64, bitcast=True))
-    bits = (_mix64(row_key ^ token_key) >> 12).to(tl.int64)  # 52 of them, so that adding one half is exact
-    uniform = (bits.to(tl.float64) + 0.5) * 2.220446049250313e-16
+    return (_mix64(row_key ^ token_key) >> 12).to(tl.int64)
+
+
+@triton.jit
+def _gumbel(bits):
+    """Standard Gumbel noise, float32, by way of float64."""
+    uniform = (bits.to(tl.float64) + 0.5) * STEP  # one half can be added to 52 bits exactly
     return (-tl.log(-tl.log(uniform))).to(tl.float32)
+
+
+@triton.jit
+def _nearly_gumbel(bits):
+    """`_gumbel` to within 1e-4, in float32."""
+    uniform = bits.to(tl.float32) * STEP + STEP
+    rest = (bits ^ LAST_BITS).to(tl.float32) * STEP + 0.5 * STEP  # 1 - uniform, but exact where that is small
+    exponential = tl.where(rest < 0.015625, rest * (1.0 + rest * (0.5 + rest * 0.33333333)), -tl.log(uniform))
+    return -tl.log(exponential)
+
+
+@triton.jit
+def _noisy_best(score, token, seed, position):
+    """The largest score + noise of a tile, and its token (the lowest of equal ones); -inf and the first token if none.
+
+    Logarithms in float64 are slow, so only tokens that could win are given exact noise: nearly always one.
+    """
+    near = score + _nearly_gumbel(_noise_bits(seed, position, token))
+    top = tl.max(near, axis=0)
+    absorbed = tl.abs(top) > 2147483648.0  # such scores are too large for noise to change them
+    margin = tl.where(absorbed, 0.0, 1e-3 + tl.abs(top) * 1e-6)
+    candidate = (near >= top - margin) & (score > float("-inf"))
+    left = tl.sum(candidate.to(tl.int32), axis=0)
+    left = tl.where(absorbed, tl.minimum(left, 1), left)
+    best = tl.full([], float("-inf"), tl.float32)
+    winner = tl.min(token, axis=0)
+    while left > 0:
+        first = tl.min(tl.where(candidate, token, 0x4000000000000000), axis=0)
+        value = tl.sum(tl.where(token == first, score, 0.0), axis=0)
+        value += _gumbel(_noise_bits(seed, position, first))
+        winner = tl.where(value > best, first, winner)
+        best = tl.maximum(best, value)
+        candidate = candidate & (token != first)
+        left -= 1
+    return best, winner
 
 
 @triton.jit
@@ -66,15 +108,21 @@ def _sample_kernel(
     score = tl.load(logits_ptr + row * row_stride + token, mask=token < VOCAB, other=float("-inf")).to(tl.float32)
     score = tl.where(score == score, score, float("-inf"))
     score = tl.minimum(score, LARGEST_LOGIT)
+    noisy = False
     if NOISE:
         temperature = tl.load(temperature_ptr + row)
         if temperature != 0:
             if not SCALED:
                 score = tl.minimum(tl.div_rn(score, tl.maximum(temperature, COLDEST)), LARGEST_LOGIT)
-            score += _gumbel(tl.load(seed_ptr + row), tl.load(position_ptr + row), token.to(tl.int64))
-    best, place = tl.max(score, axis=0, return_indices=True, return_indices_tie_break_left=True)
-    tl.store(best_ptr + row * TILES + tile, best)
-    tl.store(best_id_ptr + row * TILES + tile, tile * BLOCK + place)
+            seed, position = tl.load(seed_ptr + row), tl.load(position_ptr + row)
+            best, winner = _noisy_best(score, token.to(tl.int64), seed, position)
+            tl.store(best_ptr + row * TILES + tile, best)
+            tl.store(best_id_ptr + row * TILES + tile, winner.to(tl.int32))
+            noisy = True
+    if not noisy:
+        best, place = tl.max(score, axis=0, return_indices=True, return_indices_tie_break_left=True)
+        tl.store(best_ptr + row * TILES + tile, best)
+        tl.store(best_id_ptr + row * TILES + tile, tile * BLOCK + place)
     tl.debug_barrier()  # both stores come before the count
     arrived = tl.atomic_add(counter_ptr + row, 1, sem="acq_rel")
     if arrived == TILES - 1:
