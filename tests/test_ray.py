@@ -60,6 +60,9 @@ class Stream:
                 raise message
             if message == "wait":
                 await asyncio.sleep(10)
+            if message == "linger":  # the replica's call ends later than its answer
+                await asyncio.sleep(0.5)
+                return
             yield message
 
     def cancel(self) -> None:
@@ -136,6 +139,12 @@ class TestFront:
         handle = Handle([START, "wait"])
         sent = call(handle, leaves=True)
         assert handle.cancelled == 1 and len(sent) == 1
+
+    @pytest.mark.parametrize("script", ["linger", RayError("cancelled")], ids=["ends later", "raises"])
+    def test_nothing_follows_the_end_of_an_answer(self, script: Any) -> None:
+        """Once it is complete the server says that the client has left, as it always does then."""
+        handle = Handle([START, {"type": "http.response.body", "body": b"a"}, script])
+        assert len(call(handle, leaves=True)) == 2 and handle.cancelled == 0
 
     def test_metrics_of_all_replicas_are_one_page(self) -> None:
         pages = []
@@ -214,7 +223,7 @@ def test_a_killed_replica_costs_no_other_request(tmp_path: Path) -> None:
         page = httpx.get(url + "/metrics", timeout=60).text
         labels = set(re.findall(r'num_requests_running{engine="(\d)"', page))
         assert labels == {"0", "1"}
-        program.send_signal(signal.SIGTERM)
+        asyncio.run(until_the_end(url, program, bodies, expected))
         assert program.wait(90) == 0
     finally:
         program.kill()
@@ -263,6 +272,22 @@ async def under_load(url: str, pid: int, bodies: list[dict[str, Any]], expected:
         assert text is None or text == right
     print(f"{lost} of {len(texts)} requests were lost: streams that the killed replica had begun")
     assert lost <= len(texts) // 2
+
+
+async def until_the_end(url: str, program: subprocess.Popen[str], bodies: list[Any], expected: list[str]) -> None:
+    """Connections are used again and again; then a SIGTERM while requests are under way."""
+    async with httpx.AsyncClient(base_url=url, timeout=180) as client:
+
+        async def ask(number: int) -> None:
+            answer = await client.post("/v1/completions", json=bodies[number])
+            assert answer.status_code == 200 and answer.json()["choices"][0]["text"] == expected[number]
+
+        for first in range(0, len(bodies), 5):
+            await asyncio.gather(*[ask(number) for number in range(first, first + 5)])
+        last = [asyncio.create_task(ask(number)) for number in range(4)]
+        await asyncio.sleep(0.5)
+        program.send_signal(signal.SIGTERM)
+        await asyncio.gather(*last)
 
 
 def wait_for_return(pid: int, first: list[int]) -> float:

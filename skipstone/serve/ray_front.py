@@ -87,19 +87,23 @@ class Front:
 
     async def _answer(self, work: Work, receive: Receive, send: Send) -> None:
         for attempt in range(1, ATTEMPTS + 1):
-            begun = False
+            begun = ended = False
             stream = self._replicas.remote(work)
             watch = asyncio.create_task(_cancel_when_left(receive, stream))
             try:
                 async for message in stream:
+                    begun, ended = True, message["type"] == "http.response.body" and not message.get("more_body")
+                    if ended:  # from here on a disconnect is the usual end
+                        watch.cancel()
                     await send(await self._prepared(work, message))
-                    begun = True
                 return
             except asyncio.CancelledError:
-                if watch.done():  # it was us who cancelled
-                    return
-                raise
+                if not watch.done():  # it was not us who cancelled
+                    raise
+                return
             except RayError as error:
+                if ended or watch.done():
+                    return
                 LOG.warning(
                     "a replica was lost", extra={"attempt": attempt, "begun": begun, "reason": str(error)[:200]}
                 )

@@ -51,6 +51,7 @@ def run(engine: EngineConfig, config: ServerConfig, quiet: bool) -> int:
         ended.wait()
         note("ending: requests under way may go on for a while")
     finally:
+        serve.delete(APPLICATION)  # waits for requests under way; their connections live until the next line
         serve.shutdown()
         ray.shutdown()
     return 0
