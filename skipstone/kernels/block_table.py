@@ -1,7 +1,7 @@
 """Compact page tables of selected blocks, and attention through them, in Triton: see the twins in `reference`.
 
-Attention cuts the keys of a table into parts of KEYS. Every part is reduced from scratch and parts are combined first
-to last, so bits depend neither on the number of rows nor on how parts are spread over programs.
+Attention cuts the keys of a table into parts of equal size. Every part is reduced from scratch and parts are combined
+first to last, so bits depend neither on the number of rows nor on how parts are spread over programs.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -24,8 +24,12 @@ from skipstone.kernels.reference.block_table import (
     pages_per_unit,
 )
 
-KEYS = 128
 FULL_GRID = 528  # programs that keep the device busy: four per multiprocessor of an H200
+
+
+def keys_per_part(hip: bool) -> int:
+    """Both tiles of a part have to fit the 64 KiB of local memory of CDNA 3."""
+    return 64 if hip else 128
 
 
 @triton.jit(do_not_specialize=["requests", "blocks", "table_stride", "query_len"])
@@ -146,7 +150,8 @@ def _attend_kernel(
         v = tl.load(v_ptrs[:, None] + dim[None, :], mask=in_dim, other=0.0)
         scores = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
         scores = tl.where((key < count)[None, :], scores, float("-inf"))
-        part_peak = tl.max(scores, axis=1) * scale
+        # The maximum also keeps the compiler from fusing this product into the differences that `combine` takes.
+        part_peak = tl.maximum(tl.max(scores, axis=1) * scale, LOWEST)
         weights = tl.exp2(tl.fma(scores, scale, -part_peak[:, None])).to(v.dtype)
         part_total = dot(weights, ones, tl.zeros([BLOCK_M, ONES], tl.float32))
         part_acc = dot(weights, v, tl.zeros([BLOCK_M, BLOCK_D], tl.float32))
@@ -239,12 +244,13 @@ def paged_attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, table: PageTabl
     out = torch.empty(rows, heads, width, dtype=q.dtype, device=q.device)
     if not rows:
         return out
-    places = triton.cdiv(table.pages.shape[2] * PAGE_SIZE, KEYS)
+    hip = torch.version.hip is not None
+    keys = keys_per_part(hip)
+    places = triton.cdiv(table.pages.shape[2] * PAGE_SIZE, keys)
     splits = max(min(places, triton.cdiv(FULL_GRID, rows * kv_heads)), 1)
     parts = Parts(out, out, out)
     if splits > 1:
         parts = empty_parts(rows, heads, places, width, q.device)
-    half = q.dtype != torch.float32
     _attend_kernel[(splits, kv_heads, rows)](
         q,
         k_pages,
@@ -266,12 +272,12 @@ def paged_attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, table: PageTabl
         PAGE=PAGE_SIZE,
         PAGES=table.pages.shape[2],
         BLOCK_M=max(triton.next_power_of_2(heads // kv_heads), 16),
-        BLOCK_N=KEYS,
+        BLOCK_N=keys,
         BLOCK_D=max(triton.next_power_of_2(width), 16),
         SPLIT=splits > 1,
         num_warps=4,
-        num_stages=3 if half and torch.version.hip is None else 1,
+        num_stages=1 if hip or q.dtype == torch.float32 else 3,
     )
     if splits > 1:
-        combine_parts(parts, table.context_lens, 0, KEYS, out)
+        combine_parts(parts, table.context_lens, 0, keys, out)
     return out

@@ -1,9 +1,9 @@
 """Causal grouped-query attention over paged caches in Triton, for one row, a few rows to verify, or a prompt's chunk.
 
-Keys are cut into spans of SPAN, counted from the start of the request. Every span is reduced from scratch, and spans
-are combined first to last, so a row's bits depend neither on how spans are spread over programs, nor on the rows that
-share its tile, nor on the longest sequence of the step. With few rows the spans of one row run on several programs that
-leave partial results for a second launch; with many, one program walks all spans and combines them in registers.
+Keys are cut into parts of equal size, counted from the start of the request. Every part is reduced from scratch, and
+parts are combined first to last, so a row's bits depend neither on how parts are spread over programs, nor on the rows
+that share its tile, nor on the longest sequence of the step. With few rows the parts of one row run on several programs
+that leave partial results for a second launch; with many, one program walks all parts and combines them in registers.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -21,48 +21,46 @@ from skipstone.core.batch import Span
 from skipstone.kernels.gemm import dot
 from skipstone.kernels.partial_sums import LOG2_E, LOWEST, ONES, Parts, combine, combine_parts, empty_parts
 
-SPAN = 256
-KEY_TILE = 64
-SPLIT_ROWS = 8  # rows per request up to which spans may be spread over programs
-FULL_GRID = 264  # programs that keep the device busy: two per multiprocessor of an H200
-MOST_SCRATCH = 1 << 28  # bytes of partial results beyond which spans are not spread
+SPLIT_ROWS = 8  # rows per request up to which parts may be spread over programs
+WHOLE_GRID = 128  # programs that keep an H200 busy without spreading parts
+SPLIT_GRID = 1024  # programs to aim for otherwise: many, as a device that is out of step waits for the last of them
+MOST_SCRATCH = 1 << 28  # bytes of partial results beyond which parts are not spread
 
 
 class Tiles(NamedTuple):
-    """How a call is cut, which no bit of an exact result may depend on."""
+    """How a call is cut. No bit of a result depends on `m`, `warps` and `stages`."""
 
-    m: int
+    m: int  # query rows times heads of a group
+    keys: int  # of a part
     warps: int
     stages: int
 
 
-def tiles(rows: int, dtype: torch.dtype, exact: bool, hip: bool) -> Tiles:
-    """`rows`: query rows times heads of a group that share keys."""
-    stages = 2 if hip else 3
+def tiles(rows: int, dtype: torch.dtype, hip: bool) -> Tiles:
+    """`rows`: query rows times heads of a group that share keys. `keys` depends on the target and the dtype alone."""
     if dtype == torch.float32:
-        return Tiles(16, 4, 1)
-    if exact or rows <= 32:
-        return Tiles(16 if rows <= 16 else 32, 4, stages)
-    if rows <= 64 or hip:
-        return Tiles(64, 4, stages)
-    return Tiles(128, 8, stages)
+        return Tiles(16, 64, 4, 1)
+    m = min(max(triton.next_power_of_2(rows), 16), 64 if hip else 128)
+    if hip:
+        return Tiles(m, 64, 4, 2)
+    return Tiles(m, 128, 8 if m == 128 else 4, 3)
 
 
-@triton.jit(do_not_specialize=["rows_per_request", "table_stride", "max_spans", "splits"])
+@triton.jit(do_not_specialize=["rows_per_request", "table_stride", "parts", "splits"])
 def _attend_kernel(
     q_ptr,  # [R * n, KV_HEADS * GROUP, D]
     k_ptr,  # [num_blocks, KV_HEADS, BLOCK_SIZE, D]
     v_ptr,  # as k
     positions_ptr,  # [R, n]
     table_ptr,  # [R, blocks]
-    out_ptr,  # [R * n, KV_HEADS * GROUP, D]; SPLIT: partial outputs [R * n, KV_HEADS * GROUP, max_spans, D] float32
-    part_peak_ptr,  # [R * n, KV_HEADS * GROUP, max_spans] float32
+    out_ptr,  # [R * n, KV_HEADS * GROUP, D]; SPLIT: partial outputs [R * n, KV_HEADS * GROUP, parts, D] float32
+    part_peak_ptr,  # [R * n, KV_HEADS * GROUP, parts] float32
     part_total_ptr,  # as part_peak
     q_row_stride,
     q_head_stride,
     table_stride,
     rows_per_request,
-    max_spans,
+    parts,
     splits,
     scale,  # of scores as powers of two
     KV_HEADS: tl.constexpr,
@@ -72,9 +70,7 @@ def _attend_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    SPAN: tl.constexpr,
     SPLIT: tl.constexpr,
-    WHOLE: tl.constexpr,  # one span of any length, combined with nothing
 ):
     # The last rows see the most keys: they start first.
     row_tile = tl.num_programs(0) // splits - 1 - tl.program_id(0) // splits
@@ -91,21 +87,12 @@ def _attend_kernel(
     in_row = inside[:, None] & (dim < D)[None, :]
     q = tl.load(q_ptr + row[:, None] * q_row_stride + head[:, None] * q_head_stride + dim[None, :], in_row, other=0.0)
 
-    per_span: tl.constexpr = SPAN // BLOCK_N
-    spans = tl.cdiv(length, SPAN)
-    mine = tl.maximum((spans - split + splits - 1) // splits, 0)
-    last_span = split + (mine - 1) * splits
-    steps = (mine - 1) * per_span + tl.minimum(tl.cdiv(length, BLOCK_N) - last_span * per_span, per_span)
-    if mine == 0:
-        steps = 0
     ones = tl.full([BLOCK_N, ONES], 1.0, tl.float32).to(q.dtype)
     peak = tl.full([BLOCK_M], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_M, ONES], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    span_peak, span_total, span_acc = peak, total, acc
-    for step in range(steps):
-        span = split + (step // per_span) * splits
-        start = span * SPAN + (step % per_span) * BLOCK_N
+    for part in range(split, tl.cdiv(length, BLOCK_N), splits):
+        start = part * BLOCK_N
         key = start + tl.arange(0, BLOCK_N)
         # Places past the last key read that one again: what was never written may be NaN, and weight zero keeps NaN.
         near = tl.minimum(tl.arange(0, BLOCK_N), length - 1 - start)
@@ -117,9 +104,9 @@ def _attend_kernel(
         else:
             token = start + near
             block = tl.load(table_ptr + request * table_stride + token // BLOCK_SIZE).to(tl.int64)
-            place = ((block * KV_HEADS + kv_head) * BLOCK_SIZE + token % BLOCK_SIZE) * D
-            k_ptrs = k_ptr + place[:, None] + dim[None, :]
-            v_ptrs = v_ptr + place[:, None] + dim[None, :]
+            slot = ((block * KV_HEADS + kv_head) * BLOCK_SIZE + token % BLOCK_SIZE) * D
+            k_ptrs = k_ptr + slot[:, None] + dim[None, :]
+            v_ptrs = v_ptr + slot[:, None] + dim[None, :]
         if BLOCK_D == D:
             k = tl.load(k_ptrs)
             v = tl.load(v_ptrs)
@@ -128,29 +115,19 @@ def _attend_kernel(
             v = tl.load(v_ptrs, mask=(dim < D)[None, :], other=0.0)
         scores = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
         scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
-        next_peak = tl.maximum(span_peak, tl.max(scores, axis=1) * scale)
-        weights = tl.exp2(tl.fma(scores, scale, -next_peak[:, None])).to(v.dtype)
-        if WHOLE or per_span > 1:
-            keep = tl.exp2(span_peak - next_peak)[:, None]
-            span_total = span_total * keep
-            span_acc = span_acc * keep
-        span_total = dot(weights, ones, span_total)
-        span_acc = dot(weights, v, span_acc)
-        span_peak = next_peak
-        if not WHOLE and (step % per_span == per_span - 1 or step == steps - 1):
-            if SPLIT:
-                part = (row * (KV_HEADS * GROUP) + head) * max_spans + span
-                tl.store(out_ptr + part[:, None] * D + dim[None, :], span_acc, mask=in_row)
-                tl.store(part_peak_ptr + part, span_peak, mask=inside)
-                tl.store(part_total_ptr + part, tl.max(span_total, axis=1), mask=inside)
-            else:
-                peak, total, acc = combine(peak, total, acc, span_peak, span_total, span_acc)
-            span_peak = tl.full([BLOCK_M], LOWEST, tl.float32)
-            span_total = tl.zeros([BLOCK_M, ONES], tl.float32)
-            span_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        # The maximum also keeps the compiler from fusing this product into the differences that `combine` takes.
+        part_peak = tl.maximum(tl.max(scores, axis=1) * scale, LOWEST)
+        weights = tl.exp2(tl.fma(scores, scale, -part_peak[:, None])).to(v.dtype)
+        part_total = dot(weights, ones, tl.zeros([BLOCK_M, ONES], tl.float32))
+        part_acc = dot(weights, v, tl.zeros([BLOCK_M, BLOCK_D], tl.float32))
+        if SPLIT:
+            place = (row * (KV_HEADS * GROUP) + head) * parts + part
+            tl.store(out_ptr + place[:, None] * D + dim[None, :], part_acc, mask=in_row)
+            tl.store(part_peak_ptr + place, part_peak, mask=inside)
+            tl.store(part_total_ptr + place, tl.max(part_total, axis=1), mask=inside)
+        else:
+            peak, total, acc = combine(peak, total, acc, part_peak, part_total, part_acc)
     if not SPLIT:
-        if WHOLE:
-            total, acc = span_total, span_acc
         divisor = tl.max(total, axis=1)[:, None]
         out = tl.where(divisor > 0, acc / divisor, 0.0)
         place_out = (row * (KV_HEADS * GROUP) + head)[:, None] * D + dim[None, :]
@@ -161,7 +138,7 @@ def dense_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, span: Span, sca
     """Causal attention of each row over all keys of its request up to its own position.
 
     q [R * n, H, D] for the R requests of `span`; caches [num_blocks, Hkv, block_size, D]. Returns [R * n, H, D]; rows
-    at position -1 are padding and give zeros.
+    at position -1 are padding and give zeros. Always exact: no way that is not was found to be faster.
     """
     requests, n = span.positions.shape
     heads, width = q.shape[1], q.shape[2]
@@ -172,15 +149,16 @@ def dense_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, span: Span, sca
     out = torch.empty(requests * n, heads, width, dtype=q.dtype, device=q.device)
     if not requests * n:
         return out
-    cut = tiles(n * group, q.dtype, exact, torch.version.hip is not None)
+    cut = tiles(n * group, q.dtype, torch.version.hip is not None)
     row_tiles = triton.cdiv(n * group, cut.m)
-    max_spans = triton.cdiv(table.shape[1] * block_size, SPAN)
+    programs = requests * kv_heads * row_tiles
+    most = triton.cdiv(table.shape[1] * block_size, cut.keys)
     splits = 1
-    if n <= SPLIT_ROWS and out.numel() * max_spans * 4 <= MOST_SCRATCH:
-        splits = max(min(max_spans, triton.cdiv(FULL_GRID, requests * kv_heads * row_tiles)), 1)
+    if n <= SPLIT_ROWS and programs < WHOLE_GRID and out.numel() * most * 4 <= MOST_SCRATCH:
+        splits = max(min(most, triton.cdiv(SPLIT_GRID, programs)), 1)
     parts = Parts(out, out, out)
     if splits > 1:
-        parts = empty_parts(requests * n, heads, max_spans, width, q.device)
+        parts = empty_parts(requests * n, heads, most, width, q.device)
     block_d = max(triton.next_power_of_2(width), 16)
     _attend_kernel[(row_tiles * splits, kv_heads, requests)](
         q,
@@ -195,7 +173,7 @@ def dense_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, span: Span, sca
         q.stride(1),
         table.stride(0),
         n,
-        max_spans,
+        most,
         splits,
         scale * LOG2_E,
         KV_HEADS=kv_heads,
@@ -203,14 +181,12 @@ def dense_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, span: Span, sca
         D=width,
         BLOCK_SIZE=block_size,
         BLOCK_M=cut.m,
-        BLOCK_N=KEY_TILE,
+        BLOCK_N=cut.keys,
         BLOCK_D=block_d,
-        SPAN=SPAN,
         SPLIT=splits > 1,
-        WHOLE=not exact and splits == 1,
         num_warps=cut.warps,
         num_stages=cut.stages,
     )
     if splits > 1:
-        combine_parts(parts, positions, 1, SPAN, out)
+        combine_parts(parts, positions, 1, cut.keys, out)
     return out

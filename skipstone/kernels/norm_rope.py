@@ -158,7 +158,8 @@ def _norm_rotate_store_kernel(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
+    first_head = tl.program_id(1) * BLOCK_HEADS
+    head = first_head + tl.arange(0, BLOCK_HEADS)[:, None]
     dim = tl.arange(0, BLOCK_D)[None, :]
     inside = (head < HEADS) & (dim < D)
     normed = (head < NORMED) & (dim < D)
@@ -182,9 +183,12 @@ def _norm_rotate_store_kernel(
         other = tl.gather(x, tl.broadcast_to(partner, (BLOCK_HEADS, BLOCK_D)), axis=1)
         values = tl.where(normed, (x * cos + other * sin).to(raw.dtype), raw)
         tl.store(out_ptr + (row * NORMED + head) * D + dim, values, mask=normed & (stored == 0))
-        _put(values, cache_0_ptr, block, offset, head, dim, FIRST_0, COUNT_0, BLOCK_SIZE, D)
-        _put(values, cache_1_ptr, block, offset, head, dim, FIRST_1, COUNT_1, BLOCK_SIZE, D)
-        _put(values, cache_2_ptr, block, offset, head, dim, FIRST_2, COUNT_2, BLOCK_SIZE, D)
+        if (first_head < FIRST_0 + COUNT_0) & (first_head + BLOCK_HEADS > FIRST_0):
+            _put(values, cache_0_ptr, block, offset, head, dim, FIRST_0, COUNT_0, BLOCK_SIZE, D)
+        if (first_head < FIRST_1 + COUNT_1) & (first_head + BLOCK_HEADS > FIRST_1):
+            _put(values, cache_1_ptr, block, offset, head, dim, FIRST_1, COUNT_1, BLOCK_SIZE, D)
+        if (first_head < FIRST_2 + COUNT_2) & (first_head + BLOCK_HEADS > FIRST_2):
+            _put(values, cache_2_ptr, block, offset, head, dim, FIRST_2, COUNT_2, BLOCK_SIZE, D)
 
 
 @triton.jit

@@ -1,12 +1,13 @@
 """Absorbed latent attention of each row over its selected tokens (DeepSeek-V3.2) in Triton.
 
-The selected tokens of a row are cut into parts of KEYS. Every part is reduced from scratch and parts are combined first
-to last, so bits depend neither on the number of rows nor on how parts are spread over programs. With few rows each
-program takes a few parts and leaves them for a second launch; with many, it walks all of them.
+The selected tokens of a row are cut into parts of PART. Every part is reduced from scratch and parts are combined first
+to last, so bits depend neither on the number of rows nor on how parts are spread over programs. With few rows every
+part has a program of its own and a second launch combines them. With many, one program walks all parts, and keeps the
+sum so far in memory: together with a part's it would not fit the registers.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# mypy: disable-error-code=assignment
+# mypy: disable-error-code="assignment,var-annotated"
 
 from __future__ import annotations
 
@@ -21,46 +22,45 @@ from skipstone.core.batch import Span
 from skipstone.kernels.gemm import dot
 from skipstone.kernels.partial_sums import LOG2_E, LOWEST, ONES, Parts, combine, combine_parts, empty_parts
 
-KEYS = 64
-VALUE_CHUNK = 128  # values are summed by chunks, so that a part and the sum so far fit the registers
-FULL_GRID = 132
+PART = 512
+KEYS = 64  # tokens of a tile
+VALUE_CHUNK = 128  # values are summed by chunks, as one tile of all would need room twice
+WHOLE_GRID = 200  # programs that keep an H200 busy without spreading parts
 
 
 class Tiles(NamedTuple):
-    """Heads of a program, and how its kernel is compiled."""
+    """Heads of a program, and how its kernel is compiled. No bit of a result depends on it."""
 
     heads: int
     warps: int
     stages: int
 
 
-def tiles(rows: int, heads: int, dtype: torch.dtype, exact: bool, hip: bool) -> Tiles:
+def tiles(rows: int, heads: int, dtype: torch.dtype, hip: bool) -> Tiles:
     """How `rows` rows of `heads` heads are cut."""
-    if dtype == torch.float32:
+    if hip or dtype == torch.float32:
         return Tiles(16, 4, 1)
-    if heads <= 16 or hip:
+    if heads <= 16 or rows * heads <= 512:
         return Tiles(16, 4, 2)
-    if exact or rows * triton.cdiv(heads, 64) < FULL_GRID // 2:
-        return Tiles(32, 8, 2)
-    return Tiles(64, 8, 2)
+    return Tiles(32, 4, 2)
 
 
-@triton.jit(do_not_specialize=["rows_per_request", "table_stride", "splits"])
+@triton.jit(do_not_specialize=["rows_per_request", "table_stride"])
 def _attend_kernel(
     q_ptr,  # [T, HEADS, WIDTH]
     cache_ptr,  # [num_blocks, 1, BLOCK_SIZE, WIDTH]
     indices_ptr,  # [T, 1, BUDGET] int32, then PAD
     table_ptr,  # [R, blocks]
-    out_ptr,  # [T, HEADS, VALUES]; SPLIT: partial outputs [T, HEADS, parts, VALUES] float32
-    part_peak_ptr,  # [T, HEADS, parts] float32
-    part_total_ptr,  # as part_peak
+    out_ptr,  # [T, HEADS, VALUES]; not written when SPLIT
+    peak_ptr,  # [T, HEADS, PARTS] float32 when SPLIT; [T, HEADS], the parts so far, when not
+    total_ptr,  # as peak
+    acc_ptr,  # [T, HEADS, PARTS, VALUES] or [T, HEADS, VALUES] float32
     counts_ptr,  # [T] int32 selected tokens; written when SPLIT
     q_row_stride,
     q_head_stride,
     indices_stride,
     table_stride,
     rows_per_request,
-    splits,
     scale,  # of scores as powers of two
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -73,18 +73,17 @@ def _attend_kernel(
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
     BLOCK_REST: tl.constexpr,  # dims behind the values
+    PART: tl.constexpr,
+    PARTS: tl.constexpr,
     SPLIT: tl.constexpr,
-    WHOLE: tl.constexpr,  # one part of any length, combined with nothing
 ):
     head = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    split = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
     table_ptr += row // rows_per_request * table_stride
     indices_ptr += row * indices_stride
     places = tl.arange(0, BLOCK_BUDGET)
     chosen = tl.load(indices_ptr + places, mask=places < BUDGET, other=-1)
     count = tl.sum((chosen >= 0).to(tl.int32), axis=0)
-    parts: tl.constexpr = (BUDGET + BLOCK_N - 1) // BLOCK_N
     if SPLIT:
         tl.store(counts_ptr + row, count)
 
@@ -94,70 +93,74 @@ def _attend_kernel(
     q_ptrs = q_ptr + row * q_row_stride + head[:, None] * q_head_stride
     q_rest = tl.load(q_ptrs + rest[None, :], mask=inside & (rest < WIDTH)[None, :], other=0.0)
     q = ()
-    acc = ()
     for c in tl.static_range(CHUNKS):
         in_value = (c * CHUNK + dim < VALUES)[None, :]
         q = q + (tl.load(q_ptrs + c * CHUNK + dim[None, :], mask=inside & in_value, other=0.0),)  # noqa: RUF005
-        acc = acc + (tl.zeros([BLOCK_M, CHUNK], tl.float32),)  # noqa: RUF005
     ones = tl.full([BLOCK_N, ONES], 1.0, tl.float32).to(q_rest.dtype)
-    peak = tl.full([BLOCK_M], LOWEST, tl.float32)
-    total = tl.zeros([BLOCK_M, ONES], tl.float32)
-
-    for part in range(split, tl.cdiv(count, BLOCK_N), splits):
-        entry = part * BLOCK_N + tl.arange(0, BLOCK_N)
-        exists = entry < count
-        token = tl.load(indices_ptr + entry, mask=exists, other=0)
-        block = tl.load(table_ptr + token // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
-        latent_ptrs = cache_ptr + (block * BLOCK_SIZE + token % BLOCK_SIZE)[:, None] * WIDTH
-        written = exists[:, None]
-        k_rest = tl.load(latent_ptrs + rest[None, :], mask=written & (rest < WIDTH)[None, :], other=0.0)
-        scores = dot(q_rest, tl.trans(k_rest), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
-        latent = ()
-        for c in tl.static_range(CHUNKS):
-            in_value = (c * CHUNK + dim < VALUES)[None, :]
-            k = tl.load(latent_ptrs + c * CHUNK + dim[None, :], mask=written & in_value, other=0.0)
-            scores = dot(q[c], tl.trans(k), scores)
-            latent = latent + (k,)  # noqa: RUF005
-        scores = tl.where(exists[None, :], scores, float("-inf"))
-        part_peak = tl.max(scores, axis=1) * scale
-        if WHOLE:
-            part_peak = tl.maximum(peak, part_peak)
-        weights = tl.exp2(tl.fma(scores, scale, -part_peak[:, None])).to(q_rest.dtype)
-        next_acc = ()
-        if WHOLE:
-            keep = tl.exp2(peak - part_peak)[:, None]
-            peak = part_peak
+    first_part = tl.program_id(1)
+    end_part = first_part + 1
+    if not SPLIT:
+        end_part = tl.maximum(tl.cdiv(count, PART), 1)
+    for part in range(first_part, end_part):
+        peak = tl.full([BLOCK_M], LOWEST, tl.float32)
+        total = tl.zeros([BLOCK_M, ONES], tl.float32)
+        acc = ()
+        for _ in tl.static_range(CHUNKS):
+            acc = acc + (tl.zeros([BLOCK_M, CHUNK], tl.float32),)  # noqa: RUF005
+        end = tl.minimum(part * PART + PART, count)
+        for start in range(part * PART, end, BLOCK_N):
+            # Places past the last token read that one again, and hide it.
+            entry = start + tl.arange(0, BLOCK_N)
+            token = tl.load(indices_ptr + tl.minimum(entry, count - 1))
+            block = tl.load(table_ptr + token // BLOCK_SIZE).to(tl.int64)
+            latent_ptrs = cache_ptr + (block * BLOCK_SIZE + token % BLOCK_SIZE)[:, None] * WIDTH
+            k_rest = tl.load(latent_ptrs + rest[None, :], mask=(rest < WIDTH)[None, :], other=0.0)
+            scores = dot(q_rest, tl.trans(k_rest), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
+            latent = ()
+            for c in tl.static_range(CHUNKS):
+                in_value = (c * CHUNK + dim < VALUES)[None, :]
+                k = tl.load(latent_ptrs + c * CHUNK + dim[None, :], mask=in_value, other=0.0)
+                scores = dot(q[c], tl.trans(k), scores)
+                latent = latent + (k,)  # noqa: RUF005
+            scores = tl.where((entry < count)[None, :], scores, float("-inf"))
+            next_peak = tl.maximum(peak, tl.max(scores, axis=1) * scale)
+            weights = tl.exp2(tl.fma(scores, scale, -next_peak[:, None])).to(q_rest.dtype)
+            keep = tl.exp2(peak - next_peak)[:, None]
+            peak = next_peak
             total = dot(weights, ones, total * keep)
+            next_acc = ()
             for c in tl.static_range(CHUNKS):
                 next_acc = next_acc + (dot(weights, latent[c], acc[c] * keep),)  # noqa: RUF005
-        else:
-            next_peak = peak
-            next_total = total
-            part_total = dot(weights, ones, tl.zeros([BLOCK_M, ONES], tl.float32))
-            place = (row * HEADS + head) * parts + part
-            for c in tl.static_range(CHUNKS):
-                part_acc = dot(weights, latent[c], tl.zeros([BLOCK_M, CHUNK], tl.float32))
-                if SPLIT:
-                    value = c * CHUNK + dim
-                    part_ptrs = out_ptr + place[:, None] * VALUES + value[None, :]
-                    tl.store(part_ptrs, part_acc, mask=inside & (value < VALUES)[None, :])
-                    next_acc = next_acc + (acc[c],)  # noqa: RUF005
-                else:
-                    next_peak, next_total, combined = combine(peak, total, acc[c], part_peak, part_total, part_acc)
-                    next_acc = next_acc + (combined,)  # noqa: RUF005
-            if SPLIT:
-                tl.store(part_peak_ptr + place, part_peak, mask=head < HEADS)
-                tl.store(part_total_ptr + place, tl.max(part_total, axis=1), mask=head < HEADS)
-            peak = next_peak
-            total = next_total
-        acc = next_acc
-    if not SPLIT:
-        divisor = tl.max(total, axis=1)[:, None]
-        out_ptrs = out_ptr + (row * HEADS + head)[:, None] * VALUES
+            acc = next_acc
+
+        place = row * HEADS + head
+        if SPLIT:
+            place = place * PARTS + part
+        sums = tl.max(total, axis=1)[:, None]
+        old_peak = peak
+        old_sums = sums
+        if PARTS > 1 and not SPLIT and part > 0:
+            old_peak = tl.load(peak_ptr + place, mask=head < HEADS, other=0.0)
+            old_sums = tl.load(total_ptr + place, mask=head < HEADS, other=0.0)[:, None]
+        next_peak = peak
+        next_sums = sums
         for c in tl.static_range(CHUNKS):
             value = c * CHUNK + dim
-            out = tl.where(divisor > 0, acc[c] / divisor, 0.0).to(out_ptr.dtype.element_ty)
-            tl.store(out_ptrs + value[None, :], out, mask=inside & (value < VALUES)[None, :])
+            mask = inside & (value < VALUES)[None, :]
+            values = acc[c]
+            acc_ptrs = acc_ptr + place[:, None] * VALUES + value[None, :]
+            if PARTS > 1 and not SPLIT and part > 0:
+                old = tl.load(acc_ptrs, mask=mask, other=0.0)
+                next_peak, next_sums, values = combine(old_peak, old_sums, old, peak, sums, values)
+            if SPLIT or (PARTS > 1 and part < end_part - 1):
+                tl.store(acc_ptrs, values, mask=mask)
+            else:
+                out = tl.where(next_sums > 0, values / next_sums, 0.0).to(out_ptr.dtype.element_ty)
+                tl.store(out_ptr + place[:, None] * VALUES + value[None, :], out, mask=mask)
+        if SPLIT or (PARTS > 1 and part < end_part - 1):
+            tl.store(peak_ptr + place, next_peak, mask=head < HEADS)
+            tl.store(total_ptr + place, tl.max(next_sums, axis=1), mask=head < HEADS)
+            tl.debug_barrier()  # other threads of this program may load what this one stored
 
 
 def sparse_mla(
@@ -176,30 +179,31 @@ def sparse_mla(
     out = torch.empty(rows, heads, value_width, dtype=q.dtype, device=q.device)
     if not rows:
         return out
-    cut = tiles(rows, heads, q.dtype, exact, torch.version.hip is not None)
+    cut = tiles(rows, heads, q.dtype, torch.version.hip is not None)
     head_tiles = triton.cdiv(heads, cut.heads)
-    most = triton.cdiv(budget, KEYS)
-    splits = max(min(most, FULL_GRID // (rows * head_tiles)), 1)
+    split = budget > PART and rows * head_tiles < WHOLE_GRID
+    part = PART if exact or split else budget
+    most = triton.cdiv(budget, part)
     parts, counts = Parts(out, out, out), out
-    if splits > 1:
-        parts = empty_parts(rows, heads, most, value_width, q.device)
+    if most > 1:
+        parts = empty_parts(rows, heads, most if split else 1, value_width, q.device)
         counts = torch.empty(rows, dtype=torch.int32, device=q.device)
     chunk = min(max(triton.next_power_of_2(value_width), 16), VALUE_CHUNK)
-    _attend_kernel[(head_tiles, splits, rows)](
+    _attend_kernel[(head_tiles, most if split else 1, rows)](
         q,
         latent_cache,
         indices,
         span.block_table,
-        parts.acc,
+        out,
         parts.peak,
         parts.total,
+        parts.acc,
         counts,
         q.stride(0),
         q.stride(1),
         indices.stride(0),
         span.block_table.stride(0),
         span.positions.shape[1],
-        splits,
         scale * LOG2_E,
         HEADS=heads,
         WIDTH=width,
@@ -212,11 +216,12 @@ def sparse_mla(
         CHUNK=chunk,
         CHUNKS=triton.cdiv(value_width, chunk),
         BLOCK_REST=max(triton.next_power_of_2(width - value_width), 16),
-        SPLIT=splits > 1,
-        WHOLE=not exact and splits == 1,
+        PART=part,
+        PARTS=most,
+        SPLIT=split,
         num_warps=cut.warps,
         num_stages=cut.stages,
     )
-    if splits > 1:
-        combine_parts(parts, counts, 0, KEYS, out)
+    if split:
+        combine_parts(parts, counts, 0, part, out)
     return out
