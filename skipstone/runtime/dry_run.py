@@ -16,11 +16,12 @@ LOGIT_COPIES = 3  # processing the logits of sampled rows makes copies of them
 
 
 def measure_room(
-    model: CausalLM, ops: Ops, block_size: int, dtype: torch.dtype, rows: int, sampled: int, taps: tuple[int, ...]
+    model: CausalLM, ops: Ops, block_size: int, dtype: torch.dtype, rows: int, longest: int, sampled: int, taps: tuple[int, ...]
 ) -> Room:
-    """Run `rows` prompt rows and the logits of `sampled` rows; what is free afterwards, and what the run took."""
+    """Run `rows` prompt rows, at most `longest` of one request, and the logits of `sampled` rows; what is free afterwards, and what the run took."""
     device = model.embed.device
-    blocks = -(-rows // block_size)
+    parts = [min(longest, rows - start) for start in range(0, rows, longest)]
+    blocks = sum(-(-part // block_size) for part in parts)
     specs, config = model.cache_specs(), model.config
     cache = KVCache(specs, CacheMemory(blocks + FIRST_BLOCK, block_size, dtype, device))
     groups = AttentionGroups(specs, cache, config.softmax_scale, config.sparse, False, ops)
@@ -28,7 +29,12 @@ def measure_room(
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     with torch.inference_mode(), device:
-        batch = build_batch([QueryRows([0] * rows, 0, list(range(FIRST_BLOCK, FIRST_BLOCK + blocks)))], block_size)
+        owned = list(range(FIRST_BLOCK, FIRST_BLOCK + blocks))
+        queries = []
+        for part in parts:
+            queries.append(QueryRows([0] * part, 0, owned[: -(-part // block_size)]))
+            owned = owned[-(-part // block_size) :]
+        batch = build_batch(queries, block_size)
         hidden = model(batch, groups.plan(batch), taps).final
         logits = model.logits(hidden[:1].expand(sampled, -1).contiguous())
         copies = LOGIT_COPIES * logits.nbytes

@@ -42,7 +42,7 @@ class Engine:
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
         self.device = choose_device(config.device)
-        self.kernels = choose_ops(self.device, config.kernels)
+        self.kernels = choose_ops(self.device, config.kernels, config.exact)
         small = config.dtype == "bfloat16" or (config.dtype == "auto" and self.device.type != "cpu")
         self.dtype = torch.bfloat16 if small else torch.float32
         positions = info.config.max_position_embeddings
@@ -86,11 +86,12 @@ class Engine:
         if self.device.type == "cpu" or config.num_blocks or config.cache_memory_gb:
             return None
         block_size = choose_block_size(config, model, draft_unit)
-        rows = min(config.max_num_batched_tokens, model.max_position_embeddings)
+        longest = min(config.max_model_len or model.max_position_embeddings, model.max_position_embeddings)
+        rows = config.max_num_batched_tokens
         sampled = config.max_num_seqs * (self.speculation.k + 1)
         proposer = self.speculation.proposer
         taps = proposer.needs.taps if proposer else ()
-        return measure_room(self.model, self.kernels.ops, block_size, self.dtype, rows, sampled, taps)
+        return measure_room(self.model, self.kernels.ops, block_size, self.dtype, rows, longest, sampled, taps)
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestError for bad parameters, token ids or a prompt that does not fit."""
