@@ -42,6 +42,7 @@ ATTENTION = Registry(
         "dense": "attention.dense:DenseBackend",
         "msa": "attention.msa:BlockSparseBackend",
         "msa_paged": "attention.msa_paged:PagedBlockSparseBackend",
+        "msa_aiter": "attention.msa_aiter:AiterBlockSparseBackend",
         "msa_index": "attention.msa:BlockIndexBackend",
         "dsa": "attention.dsa:TokenSparseBackend",
         "dsa_index": "attention.dsa:TokenIndexBackend",

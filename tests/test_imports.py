@@ -36,7 +36,24 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "session": (*DATA, "kernels.reference.sampling", "runtime", "serve.text", "serve.structured"),
     "llm": (*DATA, "attention", "models", "spec", "runtime", "serve.text", "serve.structured", "session"),
     "serve": (*DATA, "runtime", "models.base", "models.loader", "models.locate", "llm", "session"),
-    "tools": (*DATA, "runtime", "models.base", "models.loader", "models.locate", "llm", "session", "serve"),
+    # Programs about the kernels themselves.
+    **dict.fromkeys(
+        ("tools.op_inputs", "tools.op_cases", "tools.op_run", "tools.kernel_run", "tools.kernel_peer"),
+        (*DATA, "kernels"),
+    ),
+    "tools.doctor_report": (*DATA, "kernels", "attention.msa_aiter", "runtime"),
+    "tools.decode_floor": (*DATA, "kernels.ops", "layers.feed_forward", "runtime"),
+    "tools": (
+        *DATA,
+        "kernels.dispatch",
+        "runtime",
+        "models.base",
+        "models.loader",
+        "models.locate",
+        "llm",
+        "session",
+        "serve",
+    ),
     "__init__": ("config", "core.request", "llm"),
     "__main__": ("serve.cli",),
 }

@@ -146,8 +146,9 @@ class AttentionGroups:
         ops: Ops | None = None,
     ) -> None:
         self.cache = cache
-        self.ops = ops or load_ops("reference")
         names = {spec.group: spec.backend for spec in specs}
+        paged = ATTENTION.load("msa_aiter").choose
+        names, self.ops = paged(names, specs, cache, sparse, exact, ops or load_ops("reference"))
         self.backends: dict[str, GroupBackend] = {
             group: ATTENTION.load(name)(scale, exact, sparse, self.ops) for group, name in names.items()
         }

@@ -40,8 +40,18 @@ def triton_refusal(device: torch.device) -> str | None:
     return None
 
 
-def choose_ops(device: torch.device, kernels: Kernels = "auto") -> Choice:
+def choose_ops(device: torch.device, kernels: Kernels = "auto", exact: bool = False) -> Choice:
     """Triton on GPUs, plain torch on CPUs, unless asked otherwise. Raises UnsupportedError naming both features."""
+    choice = _choose(device, kernels)
+    if exact and choice.ops.is_reference and device.type != "cpu":
+        raise UnsupportedError(
+            f"exact=True and kernels={kernels!r} cannot be combined on a GPU ({choice.reason}): there the products of"
+            " plain torch depend on how many rows they have; pass --kernels triton or --no-exact"
+        )
+    return choice
+
+
+def _choose(device: torch.device, kernels: Kernels) -> Choice:
     implementation: Implementation = "triton" if kernels == "triton" else "reference"
     if kernels == "auto" and device.type != "cpu":
         refusal = triton_refusal(device)

@@ -28,6 +28,8 @@ COMMANDS = Registry(
         "tune": "tools.tune:COMMAND",
         "trace": "tools.trace:COMMAND",
         "inspect": "tools.inspect:COMMAND",
+        "doctor": "tools.doctor:COMMAND",
+        "bench kernels": "tools.bench_kernels:COMMAND",
         "bench decode": "tools.bench_decode:COMMAND",
         "bench serve": "tools.bench_serve:COMMAND",
         "version": "serve.cli_version:COMMAND",
