@@ -1,6 +1,10 @@
 """Triton's interpreter, made to compute what a GPU computes where it would otherwise be wrong or too kind.
 
 * Products of bfloat16 are products of numbers; unpatched they are products of bit patterns.
+* Products add up K in ascending order, one matrix instruction's depth after the other, whatever the tile's shape: that
+  is what was measured on an H200. Unpatched, bits depend on what the BLAS library does with that shape.
+* Sums, functions and fused multiply-adds of float32 are rounded once; unpatched, the bits of the first two depend on
+  numpy's vector loops, and the third is rounded twice.
 * Rounding to bfloat16 goes to the nearest, and keeps NaN; unpatched it cuts off.
 * What a masked load leaves undefined is NaN or a large number; unpatched it is zero.
 * Scalars can be bounds of a loop with numpy 2.4 as well, which no longer turns arrays of one number into a number.
@@ -14,10 +18,11 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
-from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
+from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, ReduceOps, TensorHandle
 
 HALF, FLOAT = tl.bfloat16, tl.float32
 UNDEFINED = 0x5BAD
+DEPTH = 16  # of a matrix instruction of bfloat16
 
 
 def widened(bits: np.ndarray) -> np.ndarray:
@@ -38,6 +43,7 @@ def harden() -> None:
         return
     convert, restore = interpreter._convert_float, GridExecutor._restore_args_dev
     dot, load = InterpreterBuilder.create_dot, InterpreterBuilder.create_masked_load
+    unary = InterpreterBuilder.unary_op
     patch_tensor = interpreter._patch_lang_tensor
 
     def convert_float(data: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
@@ -48,8 +54,14 @@ def harden() -> None:
         return convert(data, source, target, rounding)
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, precision: Any, imprecise: Any) -> Any:
-        a, b = (TensorHandle(widened(x.data), FLOAT) if x.dtype.scalar == HALF else x for x in (a, b))
-        return dot(self, a, b, d, precision, imprecise)
+        if d.data.dtype != np.float32:
+            return dot(self, a, b, d, precision, imprecise)
+        left, right = (widened(x.data) if x.dtype.scalar == HALF else x.data for x in (a, b))
+        total, depth = d.data, left.shape[-1]
+        for k in range(0, depth, DEPTH):
+            part = np.matmul(left[..., k : k + DEPTH], right[..., k : k + DEPTH, :], dtype=np.float64)
+            total = (total + part).astype(np.float32)
+        return TensorHandle(total, d.dtype.scalar)
 
     def create_masked_load(self: Any, ptrs: Any, mask: Any, other: Any, *rest: Any) -> Any:
         # Of a single number's load, other=0 does not arrive here: Triton's front end asks for its truth value.
@@ -66,12 +78,29 @@ def harden() -> None:
         if on_device:
             restore(self, args_dev, args_hst, kwargs, kwargs_hst)
 
+    def unary_op(self: Any, arg: Any, op: Any) -> Any:
+        if arg.data.dtype != np.float32:
+            return unary(self, arg, op)
+        return TensorHandle(op(arg.data.astype(np.float64)).astype(np.float32), arg.dtype.scalar)
+
+    def create_fma(self: Any, x: Any, y: Any, z: Any) -> Any:
+        wide = x.data.astype(np.float64) * y.data + z.data
+        return TensorHandle(wide.astype(x.data.dtype), z.dtype.scalar)
+
+    def add_up(self: Any, values: Any) -> Any:
+        data = values.handle.data
+        wide = np.float64 if data.dtype == np.float32 else data.dtype
+        return self.to_tensor(np.sum(data, axis=self.axis, keepdims=self.keep_dims, dtype=wide), values.dtype)
+
     def patch_lang_tensor(tensor: Any, scope: Any) -> None:
         patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     interpreter._convert_float = convert_float
     interpreter._patch_lang_tensor = patch_lang_tensor
+    InterpreterBuilder.unary_op = unary_op
+    InterpreterBuilder.create_fma = create_fma
+    ReduceOps.sum = add_up
     InterpreterBuilder.create_dot = create_dot
     InterpreterBuilder.create_masked_load = create_masked_load
     GridExecutor._restore_args_dev = restore_args_dev
