@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ pytestmark = pytest.mark.skipif(
 )
 PROMPT = "A virtual table is an object that presents an SQL interface. " * 30  # more than a sparse layer may read
 TALK: list[Any] = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "What does zip() do?"}]
+SO_FAR: list[Any] = [*TALK, {"role": "assistant", "content": "It pairs "}]
 EVENTS = {"accept": "text/event-stream"}
 
 
@@ -169,3 +172,100 @@ def test_errors_in_a_stream_after_a_comment_are_events(server: Serving) -> None:
     running.close()
     wait_for(lambda: server.idle)
     assert FinishReason.ABORT.value in server.get("/metrics").text
+
+
+def test_requests_under_way_are_listed_and_ended_by_their_ids(server: Serving) -> None:
+    client = server.client()
+    assert server.get("/slots").json() == {"requests": []}
+    named: Any = [{"extra_headers": {"X-Request-Id": name}} for name in ("first", "second")]
+    running = client.completions.create(model="demo", prompt=[5, 6, 7], stream=True, **LONG, **named[0])
+    next(iter(running))
+    waiting = client.completions.create(model="demo", prompt="b", stream=True, max_tokens=2, n=1, **named[1])
+    first, second = server.get("/slots").json()["requests"]
+    assert (first["request_id"], first["state"], first["prompt_tokens"]) == ("first", "running", 3)
+    assert (second["request_id"], second["state"], second["max_tokens"]) == ("second", "waiting", 2)
+    assert first["seconds"] >= second["seconds"] > 0 and first["choices"] == 1
+    assert server.post("/abort", {"request_id": "third"}).json() == {"aborted": 0}
+    assert server.post("/abort", {"request_id": "first"}).json() == {"aborted": 1}
+    with pytest.raises(openai.APIError) as ended:
+        list(running)
+    assert ended.value.code == "aborted"
+    assert [event.choices[0].finish_reason for event in waiting][-1] == "length"
+    wait_for(lambda: server.idle)
+    whole: list[Any] = []
+
+    def ask() -> None:
+        try:
+            whole.append(client.completions.create(model="demo", prompt="a", **LONG, **named[0]))
+        except openai.APIStatusError as error:
+            whole.append((error.status_code, error.code))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    wait_for(lambda: server.service.stats().running == 1)
+    assert server.post("/abort", {"request_id": "first"}).json() == {"aborted": 1}
+    asking.join(30)
+    assert whole == [(499, "aborted")]
+
+
+def test_times_add_up(server: Serving) -> None:
+    client = server.client()
+    running = client.completions.create(model="demo", prompt="a", stream=True, **LONG)
+    next(iter(running))
+    threading.Timer(0.5, running.close).start()
+    answer = client.completions.create(model="demo", prompt=PROMPT, max_tokens=9, temperature=0)
+    times = (answer.model_extra or {})["metrics"]
+    assert 100 < times["queue_time_ms"] < times["time_to_first_token_ms"]
+    assert answer.usage is not None
+    assert times["mean_itl_ms"] == pytest.approx(
+        times["generation_time_ms"] / (answer.usage.completion_tokens - 1), abs=0.01
+    )
+    page = server.get("/metrics").text
+    for part in ("queue", "prefill", "decode"):
+        assert f"vllm:request_{part}_time_seconds_count" in page
+    two = client.completions.create(
+        model="demo", prompt="a", max_tokens=9, n=1, temperature=0, extra_body={"ignore_eos": True}
+    )
+    assert (two.model_extra or {})["metrics"]["queue_time_ms"] < times["queue_time_ms"]
+
+
+class TestTemplateFields:
+    def test_the_last_message_is_gone_on_with(self, server: Serving) -> None:
+        client = server.client()
+        body = {"messages": SO_FAR, "continue_final_message": True}
+        prompt = server.post("/apply-template", body).json()["prompt"]
+        assert prompt.endswith("<|assistant|>It pairs")
+        ids = server.post("/tokenize", {"prompt": prompt.removeprefix("<|bos|>")}).json()["tokens"]
+        plain = client.completions.create(model="demo", prompt=ids, max_tokens=8, temperature=0)
+        answer = client.chat.completions.create(
+            model="demo", messages=SO_FAR, max_tokens=8, temperature=0, extra_body={"continue_final_message": True}
+        )
+        assert answer.choices[0].message.content == plain.choices[0].text
+        assert answer.usage is not None and answer.usage.prompt_tokens == len(ids)
+
+    def test_the_template_gets_further_variables(self, tmp_path: Path) -> None:
+        model = tmp_path / "varied"
+        shutil.copytree(DEMO, model)
+        (model / "chat_template.jinja").write_text("{{ mood or 'none' }}:{{ messages[0].content }}")
+        with serving(str(model)) as server:
+            for extra, prompt in (({}, "none:a"), ({"chat_template_kwargs": {"mood": "good"}}, "good:a")):
+                body = {"messages": [{"role": "user", "content": "a"}]} | extra
+                assert server.post("/apply-template", body).json()["prompt"] == prompt
+                answer = server.post("/v1/chat/completions", body | {"max_tokens": 1}).json()
+                ids = server.post("/tokenize", {"prompt": prompt, "add_special_tokens": False}).json()["tokens"]
+                assert answer["usage"]["prompt_tokens"] == len(ids)
+
+    @pytest.mark.parametrize(
+        ("fields", "param", "word"),
+        [
+            ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "'messages'"),
+            ({"chat_template_kwargs": 3}, "chat_template_kwargs", "3"),
+            ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "contradict"),
+            ({"continue_final_message": True, "messages": [{"role": "user", "content": ""}]}, "messages", "no text"),
+        ],
+    )
+    def test_refused(self, server: Serving, fields: dict[str, Any], param: str, word: str) -> None:
+        for path in ("/apply-template", "/v1/chat/completions"):
+            answer = server.post(path, {"messages": TALK} | fields)
+            error = answer.json()["error"]
+            assert answer.status_code == 400 and error["param"] == param and word in error["message"]

@@ -81,6 +81,11 @@ def timed_out(seconds: float) -> ApiError:
     )
 
 
+def aborted() -> ApiError:
+    """A request that somebody has ended by its id."""
+    return ApiError(499, "the request was ended by /abort", type="aborted", code="aborted")
+
+
 def busy(message: str, wait_s: float) -> ApiError:
     """Too much is waiting already."""
     headers = {"Retry-After": str(max(1, min(60, round(wait_s))))}

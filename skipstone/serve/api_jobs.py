@@ -8,7 +8,7 @@ from typing import Any
 from skipstone.core.request import SamplingParams
 from skipstone.errors import SkipstoneError
 from skipstone.serve.api_errors import ApiError, bad_request, from_engine
-from skipstone.serve.api_requests import ChatRequest, CompletionRequest, Content, Sampling
+from skipstone.serve.api_requests import ChatRequest, CompletionRequest, Content, Sampling, TemplateRequest
 from skipstone.serve.api_structured import Constraint, constraint
 from skipstone.serve.api_tools import ToolUse
 from skipstone.serve.generation import Job
@@ -41,17 +41,36 @@ async def chat_job(service: Service, body: ChatRequest, tools: ToolUse | None, r
     if len(limits) == 2:
         raise bad_request("max_tokens and max_completion_tokens differ; send one of them", "max_completion_tokens")
     try:
-        prompt_tools = tools.prompt_tools if tools else None
-        prompt = await service.encode_chat(body.messages, body.add_generation_prompt is not False, prompt_tools)
+        prompt = await service.encode_chat(body.messages, *template_options(body, tools))
     except SkipstoneError as error:
-        code = "missing_chat_template" if "has no chat template" in str(error) else "invalid_value"
-        raise bad_request(without_paths(error, service), "messages", code) from None
+        raise template_error(error, service) from None
     wanted: dict[str, Any] = {"logprobs": (body.top_logprobs or 0) if body.logprobs else None}
     asked = constraint(body)
     if tools is not None:
         asked = tools.constraint(asked)
         wanted["skip_special_tokens"] = False  # the marks of a call may be such tokens
     return await _job(service, body, request_id, [prompt], limits.pop() if limits else None, None, wanted, asked)
+
+
+def template_options(body: ChatRequest | TemplateRequest, tools: ToolUse | None) -> tuple[Any, ...]:
+    """What Tokenizer.render_chat takes beside the messages. Raises ApiError."""
+    if body.continue_final_message and body.add_generation_prompt:
+        message = "continue_final_message and add_generation_prompt contradict each other; keep one of them"
+        raise bad_request(message, "continue_final_message")
+    return (
+        body.add_generation_prompt is not False,
+        tools.prompt_tools if tools else None,
+        bool(body.continue_final_message),
+        body.chat_template_kwargs,
+    )
+
+
+def template_error(error: SkipstoneError, service: Service) -> ApiError:
+    """A conversation that the template refuses, without where the model lies on the server's disk."""
+    text = str(error)
+    code = "missing_chat_template" if "has no chat template" in text else "invalid_value"
+    param = "chat_template_kwargs" if text.startswith("chat_template_kwargs") else "messages"
+    return bad_request(text.replace(str(service.llm.folder), service.name), param, code)
 
 
 async def _job(
@@ -192,8 +211,3 @@ def _check_lengths(service: Service, prompts: list[list[int]], max_tokens: int |
     advice = f"max_tokens may be at most {room}" if room > 0 else "shorten it"
     message = f"the prompt has {longest} tokens{asked}, but the context holds {limit}; {advice}"
     raise ApiError(400, message, param=param, code="context_length_exceeded")
-
-
-def without_paths(error: SkipstoneError, service: Service) -> str:
-    """The message without where the model lies on the server's disk."""
-    return str(error).replace(str(service.llm.folder), service.name)

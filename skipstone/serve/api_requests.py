@@ -193,6 +193,8 @@ class ChatRequest(Sampling, kw_only=True):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: Schema | None = None
 
 
 class TemplateRequest(Body, kw_only=True):
@@ -204,6 +206,8 @@ class TemplateRequest(Body, kw_only=True):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: Schema | None = None
 
 
 class TokenizeRequest(Body, kw_only=True):
@@ -215,6 +219,12 @@ class TokenizeRequest(Body, kw_only=True):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
+
+
+class AbortRequest(Body, kw_only=True):
+    """The X-Request-Id of what shall end."""
+
+    request_id: str
 
 
 class TraceRequest(Body, kw_only=True):
@@ -239,8 +249,6 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "bad_words": (([],), "use logit_bias"),
     "best_of": ((1,), "use n and choose on your side"),
     "chat_template": ((), "the model's own template is used"),
-    "chat_template_kwargs": (({},), "the model's own template is used as it is"),
-    "continue_final_message": ((False,), "use /v1/completions with the text so far"),
     "function_call": (("none", "auto"), "use tool_choice"),
     "functions": (([],), "use tools"),
     "guided_choice": ((), "use structured_outputs.choice"),

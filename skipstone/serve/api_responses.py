@@ -54,10 +54,12 @@ class SpeculativeDecoding(msgspec.Struct, kw_only=True):
 
 
 class Metrics(msgspec.Struct, kw_only=True):
-    """Times of a request, and what speculation did for it."""
+    """Times of a request, and what speculation did for it. `mean_itl_ms`: per token after the first, of one choice."""
 
+    queue_time_ms: float | None
     time_to_first_token_ms: float | None
     generation_time_ms: float | None
+    mean_itl_ms: float | None
     tokens_per_second: float | None
     speculative_decoding: SpeculativeDecoding | None
 
@@ -277,6 +279,29 @@ class TemplateResponse(msgspec.Struct):
     """The prompt."""
 
     prompt: str
+
+
+class RequestCard(msgspec.Struct, kw_only=True):
+    """A request under way."""
+
+    request_id: str
+    state: Literal["waiting", "running"]
+    seconds: float
+    prompt_tokens: int
+    max_tokens: int | None
+    choices: int
+
+
+class RequestList(msgspec.Struct):
+    """Every request under way, the oldest first."""
+
+    requests: list[RequestCard]
+
+
+class AbortResponse(msgspec.Struct):
+    """How many requests of that name were ended."""
+
+    aborted: int
 
 
 class TraceResponse(msgspec.Struct, kw_only=True):

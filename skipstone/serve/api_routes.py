@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
@@ -16,9 +17,10 @@ from skipstone.serve.api_answer import Answer, Feed
 from skipstone.serve.api_chat import ChatWriter
 from skipstone.serve.api_completions import CompletionWriter
 from skipstone.serve.api_decode import read_body
-from skipstone.serve.api_errors import ApiError, bad_request
-from skipstone.serve.api_jobs import chat_job, completion_job, without_paths
+from skipstone.serve.api_errors import ApiError, aborted, bad_request
+from skipstone.serve.api_jobs import chat_job, completion_job, template_error, template_options
 from skipstone.serve.api_requests import (
+    AbortRequest,
     Body,
     ChatRequest,
     CompletionRequest,
@@ -29,6 +31,7 @@ from skipstone.serve.api_requests import (
     TraceRequest,
 )
 from skipstone.serve.api_responses import (
+    AbortResponse,
     ChatChunk,
     ChatResponse,
     CompletionResponse,
@@ -36,6 +39,8 @@ from skipstone.serve.api_responses import (
     Health,
     ModelCard,
     ModelList,
+    RequestCard,
+    RequestList,
     ServerStats,
     SpeculationCard,
     TemplateResponse,
@@ -48,7 +53,7 @@ from skipstone.serve.api_trace import TraceWriter, trace_job
 from skipstone.serve.service import Service, plain_messages, program_version
 
 BODY_ERRORS = (400, 404, 413, 415)
-WORK_ERRORS = (*BODY_ERRORS, 408, 429, 500, 503)
+WORK_ERRORS = (*BODY_ERRORS, 408, 429, 499, 500, 503)
 JSON = "application/json"
 FEED_S = 0.5  # between two events of /v1/stats
 
@@ -158,13 +163,10 @@ async def apply_template(service: Service, request: Request) -> ASGIApp:
     body = await read_body(request, TemplateRequest, service.config.max_body_bytes)
     service.check_model(body.model)
     tools = tool_use(body, service.tokenizer)
-    prompt_tools = tools.prompt_tools if tools else None
     try:
-        prompt = service.tokenizer.render_chat(
-            plain_messages(body.messages), body.add_generation_prompt is not False, prompt_tools
-        )
+        prompt = service.tokenizer.render_chat(plain_messages(body.messages), *template_options(body, tools))
     except SkipstoneError as error:
-        raise bad_request(without_paths(error, service), "messages") from None
+        raise template_error(error, service) from None
     return _json(TemplateResponse(prompt))
 
 
@@ -174,6 +176,29 @@ async def trace(service: Service, request: Request) -> ASGIApp:
     service.check_open()
     job = trace_job(service, body, request.scope["request_id"])
     return Answer(service, job, lambda timing: TraceWriter(service, job, timing), closing=False)
+
+
+async def slots(service: Service, request: Request) -> ASGIApp:
+    """What is under way, without its content."""
+    now = time.perf_counter()
+    cards = [
+        RequestCard(
+            request_id=generation.job.request_id,
+            state="waiting" if generation.timing.started is None else "running",
+            seconds=round(now - generation.timing.arrival, 3),
+            prompt_tokens=sum(map(len, generation.job.prompts)),
+            max_tokens=generation.job.params.max_tokens,
+            choices=generation.job.num_choices,
+        )
+        for generation in service.engine.open
+    ]
+    return _json(RequestList(cards))
+
+
+async def abort(service: Service, request: Request) -> ASGIApp:
+    """End a request by its id."""
+    body = await read_body(request, AbortRequest, service.config.max_body_bytes)
+    return _json(AbortResponse(service.engine.abort(body.request_id, aborted())))
 
 
 async def stats(service: Service, request: Request) -> ASGIApp:
@@ -271,6 +296,16 @@ ENDPOINTS = (
         TraceRequest,
         TraceResponse,
         errors=WORK_ERRORS,
+    ),
+    Endpoint("GET", "/slots", "the requests under way", slots, response=RequestList),
+    Endpoint(
+        "POST",
+        "/abort",
+        "end a request by its X-Request-Id",
+        abort,
+        AbortRequest,
+        AbortResponse,
+        errors=BODY_ERRORS,
     ),
     Endpoint(
         "GET",

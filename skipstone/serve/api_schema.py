@@ -21,6 +21,7 @@ MEANINGS = {
     413: "the body is too long",
     415: "the body is not JSON",
     429: "too much is waiting; see Retry-After",
+    499: "the request was ended by /abort",
     500: "a fault of the server",
     503: "the server is ending, or its engine was given up",
 }

@@ -89,9 +89,13 @@ class Totals:
         timing, now = self._timing, time.perf_counter()
         first, end = timing.first_token, timing.end or now
         seconds = end - first if first is not None else None
+        further = self.completion_tokens - 1
+        itl = seconds / further if seconds is not None and further > 0 and self._job.num_choices == 1 else None
         return Metrics(
+            queue_time_ms=_ms(timing.started - timing.arrival) if timing.started is not None else None,
             time_to_first_token_ms=_ms(first - timing.arrival) if first is not None else None,
             generation_time_ms=_ms(seconds) if seconds is not None else None,
+            mean_itl_ms=_ms(itl) if itl is not None else None,
             tokens_per_second=round(self.completion_tokens / (end - timing.arrival), 2),
             speculative_decoding=self._speculation() if self._stats else None,
         )

@@ -140,6 +140,7 @@ class EngineThread:
         self._online = online
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._runs: dict[str, Run] = {}
+        self._unstarted: dict[str, Run] = {}  # those that no step has worked on yet
         self._failures = 0
         self._open: set[Generation] = set()
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
@@ -172,9 +173,21 @@ class EngineThread:
         self._commands.put(functools.partial(self._add, generation))
         return generation
 
+    @property
+    def open(self) -> list[Generation]:
+        """What has not ended, the oldest first."""
+        return sorted(self._open, key=lambda generation: generation.timing.arrival)
+
+    def abort(self, request_id: str, error: Exception) -> int:
+        """End the jobs of this name with this error; returns how many there were."""
+        found = [generation for generation in self.open if generation.job.request_id == request_id]
+        for generation in found:
+            generation.fail(error)
+        return len(found)
+
     def abort_all(self, error: Exception) -> None:
         """End every job with this error."""
-        for generation in list(self._open):
+        for generation in self.open:
             generation.fail(error)
 
     def _closed(self, generation: Generation) -> None:
@@ -231,7 +244,9 @@ class EngineThread:
             self._withdraw(runs)
             _post(generation.loop, generation.fail, engine_failed(job.request_id))
         else:
-            self._runs.update({run.session.session_id: run for run in runs})
+            added = {run.session.session_id: run for run in runs}
+            self._runs |= added
+            self._unstarted |= added
 
     def _withdraw(self, runs: list[Run]) -> None:
         for run in runs:
@@ -239,6 +254,7 @@ class EngineThread:
 
     def _drop(self, run: Run) -> None:
         self.llm.abort(run.session.session_id)
+        self._unstarted.pop(run.session.session_id, None)
         for choice in run.session.choices:
             self._observer.end_trace(choice.request)
             if self._online is not None:
@@ -255,14 +271,23 @@ class EngineThread:
 
     def _step(self) -> None:
         self._watcher.before_step()
+        begun = time.perf_counter()
         try:
             events = self.llm.step()
+            self._note_starts(begun)
             self._hand_back(events)
         except Exception as error:
             self._failed(error)
         else:
             self._failures = 0
             self._watcher.on_step()
+
+    def _note_starts(self, begun: float) -> None:
+        """For the first step that has worked on a request."""
+        for name, run in list(self._unstarted.items()):
+            if any(choice.request.finished or choice.request.num_computed_tokens for choice in run.session.choices):
+                del self._unstarted[name]
+                run.generation.timing.started = run.generation.timing.started or begun
 
     def _hand_back(self, events: list[StreamEvent]) -> None:
         now = time.perf_counter()

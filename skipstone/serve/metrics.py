@@ -70,6 +70,11 @@ METRICS = (
         buckets=FINE,
     ),
     Metric("e2e_request_latency_seconds", "histogram", "from the request's arrival to a choice's end", buckets=LONG),
+    Metric(
+        "request_queue_time_seconds", "histogram", "from the request's arrival to the first step on it", buckets=LONG
+    ),
+    Metric("request_prefill_time_seconds", "histogram", "from that step to the first token", buckets=LONG),
+    Metric("request_decode_time_seconds", "histogram", "from the first token to a choice's end", buckets=LONG),
     Metric("request_prompt_tokens", "histogram", "prompt tokens of a choice that has ended", buckets=COUNTS),
     Metric("request_generation_tokens", "histogram", "emitted tokens of a choice that has ended", buckets=COUNTS),
     Metric("iteration_tokens_total", "histogram", "rows of a step", buckets=COUNTS),
@@ -207,6 +212,11 @@ class ServerMetrics(Collector):
         self._histograms["e2e_request_latency_seconds"].observe(now - timing.arrival)
         self._histograms["request_prompt_tokens"].observe(request.num_prompt_tokens)
         self._histograms["request_generation_tokens"].observe(tokens)
+        started, first = timing.started, timing.first_token
+        if started is not None and first is not None:
+            self._histograms["request_queue_time_seconds"].observe(started - timing.arrival)
+            self._histograms["request_prefill_time_seconds"].observe(first - started)
+            self._histograms["request_decode_time_seconds"].observe(now - first)
         if tokens > 1 and timing.first_token is not None:
             per_token = (now - timing.first_token) / (tokens - 1)
             self._histograms["request_time_per_output_token_seconds"].observe(per_token)

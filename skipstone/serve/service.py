@@ -109,13 +109,16 @@ class Service:
         messages: Sequence[Message],
         add_generation_prompt: bool = True,
         tools: Sequence[dict[str, Any]] | None = None,
+        continue_final_message: bool = False,
+        variables: dict[str, Any] | None = None,
     ) -> list[int]:
         """Token ids of a conversation, by the model's template. Raises ApiError for a message that makes no sense."""
         tokenizer = self.tokenizer
         plain = plain_messages(messages)
+        how = (add_generation_prompt, tools, continue_final_message, variables)
         if sum(len(message["content"]) for message in plain) < LONG_TEXT:
-            return tokenizer.encode_chat(plain, add_generation_prompt, tools)
-        return await asyncio.to_thread(tokenizer.encode_chat, plain, add_generation_prompt, tools)
+            return tokenizer.encode_chat(plain, *how)
+        return await asyncio.to_thread(tokenizer.encode_chat, plain, *how)
 
     def stats(self) -> ServerStats:
         """The state in numbers."""

@@ -76,32 +76,43 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Token ids of a chat, as `render_chat` words it."""
-        return self._encode(self.render_chat(messages, add_generation_prompt, tools), add_special_tokens=False)
+        text = self.render_chat(messages, add_generation_prompt, tools, continue_final_message, variables)
+        return self._encode(text, add_special_tokens=False)
 
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """A chat as the model's template renders it, which alone decides on special tokens.
 
         Each message has a `role` and a `content` (text, or a list of parts if the template knows parts), which may be
-        missing beside `tool_calls`. Raises RequestError for a malformed message (with its index), a missing template,
-        or an error in the template.
+        missing beside `tool_calls`. `continue_final_message`: the text ends with the last message's content, to be gone
+        on with. `variables`: what else the template may look at. Raises RequestError for a malformed message (with its
+        index), a missing template, or an error in the template.
         """
         _check_messages(messages)
+        given = {
+            "messages": messages,
+            "add_generation_prompt": add_generation_prompt and not continue_final_message,
+            "bos_token": self.bos_token or "",
+            "eos_token": self.eos_token or "",
+            "tools": list(tools) if tools else None,
+            "documents": None,
+        }
+        taken = given.keys() & (variables or {}).keys()
+        if taken:
+            raise RequestError(f"chat_template_kwargs has {min(taken)!r}, which has a field of its own; use that")
         try:
-            return self._template.render(
-                messages=messages,
-                add_generation_prompt=add_generation_prompt,
-                bos_token=self.bos_token or "",
-                eos_token=self.eos_token or "",
-                tools=list(tools) if tools else None,
-                documents=None,
-            )
+            text = self._template.render(**given, **(variables or {}))
+            return _cut_behind(text, messages[-1]["content"]) if continue_final_message else text
         except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise RequestError(f"the chat template of {self.folder} refused the messages: {error}") from error
 
@@ -286,6 +297,15 @@ def _token_content(entry: Any) -> str | None:
     """A special token of tokenizer_config.json, which is a string or an object with `content`."""
     content = entry.get("content") if isinstance(entry, dict) else entry
     return content if isinstance(content, str) else None
+
+
+def _cut_behind(text: str, content: Any) -> str:
+    """The text up to the end of the last message's content."""
+    last = content.rstrip() if isinstance(content, str) else ""
+    begin = text.rfind(last) if last else -1
+    if begin < 0:
+        raise ValueError("the last message has no text that could be gone on with")
+    return text[: begin + len(last)]
 
 
 def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
