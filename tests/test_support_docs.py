@@ -13,17 +13,20 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
+import torch
 from oracles.tiny import TINY, write_folder
 from oracles.tiny_heads import with_mtp, write_head
 
 from skipstone import LLM, SamplingParams
 from skipstone.attention.backend import check_groups
-from skipstone.config import EngineConfig, make_config, options_of
+from skipstone.config import EngineConfig, options_of
 from skipstone.core.kv_cache import CacheSpec
 from skipstone.errors import SkipstoneError
-from skipstone.registry import PROPOSERS
+from skipstone.kernels.dispatch import choose_ops
+from skipstone.registry import ATTENTION, PROPOSERS
 from skipstone.serve import cli
 from skipstone.spec_config import LARGEST_K
 
@@ -45,6 +48,31 @@ token, with the largest k. Two numbers of MTP modules are told apart, because on
 several are applied once each.
 
 """
+DEVICES = """## Devices
+
+The cells above are run on a CPU. `skipstone doctor` says what a machine runs, and compares every op with its reference.
+
+| `--device` | `--kernels` | |
+|---|---|---|
+| cpu | auto, reference | plain torch; exact |
+| cpu | triton | in Triton's interpreter only (`TRITON_INTERPRET=1`), for tests |
+| cuda, NVIDIA | auto, triton | run on an H200; compiled for sm_90 and sm_100 in the tests |
+| cuda, NVIDIA | reference | plain torch, for comparison; with `--no-exact` only |
+| cuda, AMD | auto, triton | compiled for gfx942 and gfx950 in the tests; not run on hardware yet |
+| cuda, AMD | reference | not run on hardware yet |
+
+"""
+_EVERYWHERE = "everywhere"
+BACKENDS = {
+    "dense": _EVERYWHERE,
+    "msa": _EVERYWHERE,
+    "msa_index": _EVERYWHERE,
+    "msa_paged": "tests: the page tables that other packages' kernels read, in plain torch",
+    "msa_aiter": "in place of `msa` on AMD GPUs with the package aiter, with `--no-exact`; tested with a stand-in for"
+    " the package, **not run on hardware yet**. `doctor` says why it is not used",
+    "dsa": _EVERYWHERE,
+    "dsa_index": _EVERYWHERE,
+}
 SAMPLING = {
     "temperature, top-k, top-p, min-p": ("temperature", "top_k", "top_p", "min_p"),
     "repetition, presence and frequency penalty": ("repetition_penalty", "presence_penalty", "frequency_penalty"),
@@ -86,7 +114,7 @@ def build(root: Path) -> Folders:
 def reference(root: Path) -> str:
     """The whole page."""
     folders = build(root)
-    return "\n".join([HEAD + matrix(folders), devices(), sampling(), refusals(folders)]) + "\n"
+    return "\n".join([HEAD + matrix(folders), devices(folders), sampling(), refusals(folders)]) + "\n"
 
 
 def matrix(folders: Folders) -> str:
@@ -118,11 +146,16 @@ def cell(folder: Path, method: str) -> tuple[str, str]:
     return ", ".join(kinds) or "none", f"1 to {most}"
 
 
-def devices() -> str:
-    """From the device option."""
-    known = options_of(EngineConfig)["device"].allowed
-    assert known == "one of auto, cpu", "a device was added: say here what runs on it"
-    return "## Devices\n\nEverything on this page runs on a CPU. GPU: not yet.\n"
+def devices(folders: Folders) -> str:
+    """Every device with every kind of ops: what a CPU runs was run, what it refuses is quoted below."""
+    assert options_of(EngineConfig)["device"].allowed == "one of auto, cpu, cuda", "a device was added: give it rows"
+    assert options_of(EngineConfig)["kernels"].allowed == "one of auto, reference, triton", "kernels were added"
+    for kernels in ("auto", "reference"):
+        with LLM(str(folders.m3), device="cpu", kernels=kernels) as llm:
+            assert llm.engine.kernels.ops.is_reference
+    assert set(BACKENDS) == set(ATTENTION.entries), "an attention backend was added or removed"
+    lines = ["| attention backend | where |", "|---|---|"]
+    return DEVICES + "\n".join(lines + [f"| `{name}` | {where} |" for name, where in BACKENDS.items()]) + "\n"
 
 
 def sampling() -> str:
@@ -168,6 +201,16 @@ def command(*arguments: object) -> Callable[[], object]:
         raise SkipstoneError(error.getvalue().splitlines()[-1].removeprefix("error: "))
 
     return call
+
+
+def without_gpu(call: Callable[[], object]) -> Callable[[], object]:
+    """The call on a machine on which torch sees no GPU."""
+    return lambda: mock.patch("torch.cuda.is_available", lambda: False)(call)()
+
+
+def uninterpreted(call: Callable[[], object]) -> Callable[[], object]:
+    """The call without leave to interpret Triton's kernels."""
+    return lambda: mock.patch.dict("os.environ", TRITON_INTERPRET="0")(call)()
 
 
 def peer(**keys: Any) -> str:
@@ -230,8 +273,12 @@ def cases(at: Folders) -> dict[Case, Callable[[], object]]:
         Case("simulation; rates that rise", "simulate_acceptance", "never rise"): engine(
             at.m3, simulate_acceptance="0.5,0.6"
         ),
-        Case("a GPU; this version", "device='cuda'", "one of auto, cpu"): lambda: make_config(
-            model="demo", device="cuda"
+        Case("a GPU; a machine without one", "device='cuda'", "no GPU"): without_gpu(engine(at.m3, device="cuda")),
+        Case("Triton's kernels; a CPU", "kernels='triton'", "device='cpu'"): uninterpreted(
+            engine(at.m3, device="cpu", kernels="triton")
+        ),
+        Case("exact mode; plain torch on a GPU", "exact=True", "kernels='reference'"): lambda: choose_ops(
+            torch.device("cuda"), "reference", exact=True
         ),
         Case("any command; an unknown architecture", "FooForCausalLM", "is not supported"): engine(unknown),
         Case(
