@@ -24,6 +24,7 @@ from torch import Tensor
 from triton import knobs
 
 DECODE_ROWS = 64  # up to here a product is bound by reading the weight
+FREE_ROWS = 32  # up to here our own products are as fast as torch's (H200), and they cast x on the way
 COUNTERS = 1 << 16
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 
@@ -45,15 +46,21 @@ def is_hip() -> bool:
 
 
 def decode_tiles(n: int, k: int, dtype: torch.dtype, hip: bool) -> Tiles:
-    """The cut of a [K, N] weight. What decides bits (k * blocks per split) depends on n, k and dtype only."""
+    """The cut of a [K, N] weight. What decides bits (k * blocks per split) depends on n, k and dtype only.
+
+    On an H200 one split serves from 132 tiles of columns on (two programs per processor otherwise), and matrices as
+    wide as a vocabulary want the larger tile. A router is small and bound by latency, so it is cut as finely as pays.
+    """
     if dtype == torch.float32:
-        block_n, block_k, wanted = 32, 32, 132
+        block_n, block_k, programs, most, stages = 32, 32, 132, 32, 4
+    elif n > 1 << 16 and not hip:
+        block_n, block_k, programs, most, stages = 128, 128, 264, 1, 3
     else:
-        block_n, block_k, wanted = 64, 64, 264
+        block_n, block_k, programs, most, stages = 64, 64, 264, 8, 6
     tiles, blocks = triton.cdiv(n, block_n), triton.cdiv(k, block_k)
-    splits = max(1, min(wanted // tiles, blocks // 4, 16))
+    splits = max(1, min(programs // tiles, blocks // 4, most))
     splits = triton.cdiv(blocks, triton.cdiv(blocks, splits))  # no empty segment
-    return Tiles(block_n, block_k, splits, 4, 2 if hip else 6)
+    return Tiles(block_n, block_k, splits, 4, 2 if hip else stages)
 
 
 def prefill_tiles(segment: int, dtype: torch.dtype, hip: bool) -> tuple[int, Tiles]:
@@ -110,7 +117,9 @@ def _segment(
 ):
     """weight^T x^T [BLOCK_N, BLOCK_M] over BLOCKS tiles of K from `first` on. `EVEN`: no tile reaches past K or N."""
     k = tl.arange(0, BLOCK_K)
-    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    # Products of float32 run on the vector units, which read operands best as they are.
+    WIDE: tl.constexpr = w_ptrs.dtype.element_ty == tl.float32
+    acc = tl.zeros([BLOCK_M, BLOCK_N] if WIDE else [BLOCK_N, BLOCK_M], tl.float32)
     for block in range(BLOCKS):
         if EVEN:
             x = tl.load(x_ptrs, mask=row_mask[:, None], other=0.0)
@@ -119,10 +128,11 @@ def _segment(
             k_mask = (first + block) * BLOCK_K + k < K
             x = tl.load(x_ptrs, mask=row_mask[:, None] & k_mask[None, :], other=0.0)
             w = tl.load(w_ptrs, mask=k_mask[:, None] & n_mask[None, :], other=0.0)
-        acc = dot(tl.trans(w), tl.trans(x.to(w.dtype)), acc)
+        x = x.to(w.dtype)
+        acc = dot(x, w, acc) if WIDE else dot(tl.trans(w), tl.trans(x), acc)
         x_ptrs += BLOCK_K * x_stride_k
         w_ptrs += BLOCK_K * w_stride_k
-    return acc
+    return tl.trans(acc) if WIDE else acc
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -268,7 +278,7 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
 
 def linear(x: Tensor, weight: Tensor, exact: bool) -> Tensor:
     """x [T, K] times weight [K, N]: [T, N] in the weight's dtype. With `exact`, a row's bits do not depend on T."""
-    if not exact and x.shape[0] > DECODE_ROWS:
+    if not exact and x.shape[0] > FREE_ROWS:
         return torch.mm(x.to(weight.dtype), weight)
     return _product(x[None], weight[None])[0]
 

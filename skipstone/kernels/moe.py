@@ -36,18 +36,20 @@ class Tiles(NamedTuple):
     stages: int
 
 
-def up_tiles(dtype: torch.dtype, hip: bool) -> Tiles:
-    """Columns of the gate (and as many of the up) projection per program; K tile."""
+def up_tiles(rows: int, dtype: torch.dtype, hip: bool) -> Tiles:
+    """Columns of the gate (and as many of the up) projection per program; K tile, which decides no bits."""
     if dtype == torch.float32:
         return Tiles(32, 32, 4, 2)
-    return Tiles(64, 64, 4, 2) if hip else Tiles(64, 128, 4, 3)
+    if hip:
+        return Tiles(64, 64, 4, 2)
+    return Tiles(64, 128, 4, 3) if rows <= 16 else Tiles(64, 64, 4, 4)
 
 
 def down_tiles(dtype: torch.dtype, hip: bool) -> Tiles:
     """Columns per program; K tile."""
     if dtype == torch.float32:
         return Tiles(32, 32, 4, 2)
-    return Tiles(128, 64, 4, 2) if hip else Tiles(128, 128, 4, 3)
+    return Tiles(128, 64, 4, 2 if hip else 6)
 
 
 @triton.jit
@@ -228,7 +230,7 @@ def _experts_decode(
     common = {"TOP_K": top_k, "EXPERTS": stored, "BLOCK_E": triton.next_power_of_2(stored + 1), "BLOCK_M": block_m}
     common |= {"CHUNK": chunk, "CHUNKS": triton.next_power_of_2(triton.cdiv(pairs, chunk)), **compile_options(hip)}
     row_tiles, slots = triton.cdiv(rows, block_m), min(pairs, stored)
-    tiles = up_tiles(gate_up.dtype, hip)
+    tiles = up_tiles(rows, gate_up.dtype, hip)
     even = hidden % tiles.k == 0 and inner_size % tiles.n == 0
     _up_kernel[(row_tiles, triton.cdiv(inner_size, tiles.n), slots)](
         x, experts, gate_up, inner, pairs, x.stride(0), *gate_up.stride(), *activation,
