@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from skipstone.attention.backend import AttentionGroups
@@ -15,10 +17,18 @@ from skipstone.runtime.memory import GPU_SHARE, Room
 LOGIT_COPIES = 3  # processing the logits of sampled rows makes copies of them
 
 
-def measure_room(
-    model: CausalLM, ops: Ops, block_size: int, dtype: torch.dtype, rows: int, longest: int, sampled: int, taps: tuple[int, ...]
-) -> Room:
-    """Run `rows` prompt rows, at most `longest` of one request, and the logits of `sampled` rows; what is free afterwards, and what the run took."""
+class LargestStep(NamedTuple):
+    """Rows of prompts, of which `longest` at most belong to one request, rows with logits, and tapped layers."""
+
+    rows: int
+    longest: int
+    sampled: int
+    taps: tuple[int, ...]
+
+
+def measure_room(model: CausalLM, ops: Ops, block_size: int, dtype: torch.dtype, step: LargestStep) -> Room:
+    """Run the step; what is free afterwards, and what it took."""
+    rows, longest, sampled, taps = step
     device = model.embed.device
     parts = [min(longest, rows - start) for start in range(0, rows, longest)]
     blocks = sum(-(-part // block_size) for part in parts)

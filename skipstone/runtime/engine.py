@@ -17,7 +17,7 @@ from skipstone.models.base import CausalLM, ModelConfig
 from skipstone.models.loader import Build, ModelInfo, build_model
 from skipstone.runtime.block_pool import BlockPool
 from skipstone.runtime.device_loop import DeviceStep
-from skipstone.runtime.dry_run import measure_room
+from skipstone.runtime.dry_run import LargestStep, measure_room
 from skipstone.runtime.memory import CachePlan, Room, choose_block_size, plan_caches
 from skipstone.runtime.runner import ModelRunner, StepHandle
 from skipstone.runtime.scheduler import Scheduler
@@ -33,6 +33,11 @@ class EngineStats:
     rows: int = 0
     output_tokens: int = 0
     seconds: float = 0.0
+
+
+def runs_on_gpu(config: EngineConfig) -> bool:
+    """Whether an engine of this configuration would run on a GPU. Raises ConfigError as `choose_device`."""
+    return choose_device(config.device).type != "cpu"
 
 
 class Engine:
@@ -91,7 +96,8 @@ class Engine:
         sampled = config.max_num_seqs * (self.speculation.k + 1)
         proposer = self.speculation.proposer
         taps = proposer.needs.taps if proposer else ()
-        return measure_room(self.model, self.kernels.ops, block_size, self.dtype, rows, longest, sampled, taps)
+        step = LargestStep(rows, longest, sampled, taps)
+        return measure_room(self.model, self.kernels.ops, block_size, self.dtype, step)
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestError for bad parameters, token ids or a prompt that does not fit."""
