@@ -70,8 +70,9 @@ def report() -> Report:
 def _examine_all(choices: dict[str, tuple[Implementation, str]], device: torch.device) -> list[Verdict]:
     if device.type == "cpu":
         return [examine(op, implementation, torch.float32, device) for op, (implementation, _) in choices.items()]
-    for op, (implementation, _) in choices.items():
-        KERNELS.load(f"{op}/{implementation}")  # threads had better not import one module at once
+    for op, (implementation, _) in choices.items():  # threads had better not import one module at once
+        with suppress(Exception):  # `examine` meets it again, and says so
+            KERNELS.load(f"{op}/{implementation}")
     with ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:  # most of the time goes into compiling
         return list(pool.map(lambda op: examine(op, choices[op][0], _dtype(choices[op][0]), device), choices))
 

@@ -18,7 +18,7 @@ from skipstone.tools.op_inputs import SMALL, Inputs, Load, Sizes
 
 # Of all of a result against float64, by its length. bfloat16 rounds to 2^-9; results between products are rounded too.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
-SELF_TEST_LOAD = Load(3, 2, 500, overlap=False, padding=True)
+SELF_TEST_LOAD = Load(3, 2, 200, overlap=False, padding=True)
 
 
 class Verdict(NamedTuple):
