@@ -46,6 +46,11 @@ def tiles(rows: int, dtype: torch.dtype, hip: bool) -> Tiles:
     return Tiles(m, 128, 8 if m == 128 else 4, 3)
 
 
+def instruction(hip: bool) -> dict[str, int]:
+    """On CDNA one matrix instruction for tiles of every height: another would add in another order."""
+    return {"matrix_instr_nonkdim": 16} if hip else {}
+
+
 @triton.jit(do_not_specialize=["rows_per_request", "table_stride", "parts", "splits"])
 def _attend_kernel(
     q_ptr,  # [R * n, KV_HEADS * GROUP, D]
@@ -149,7 +154,8 @@ def dense_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, span: Span, sca
     out = torch.empty(requests * n, heads, width, dtype=q.dtype, device=q.device)
     if not requests * n:
         return out
-    cut = tiles(n * group, q.dtype, torch.version.hip is not None)
+    hip = torch.version.hip is not None
+    cut = tiles(n * group, q.dtype, hip)
     row_tiles = triton.cdiv(n * group, cut.m)
     programs = requests * kv_heads * row_tiles
     most = triton.cdiv(table.shape[1] * block_size, cut.keys)
@@ -186,6 +192,7 @@ def dense_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, span: Span, sca
         SPLIT=splits > 1,
         num_warps=cut.warps,
         num_stages=cut.stages,
+        **instruction(hip),
     )
     if splits > 1:
         combine_parts(parts, positions, 1, cut.keys, out)
