@@ -280,3 +280,32 @@ def test_a_template_without_tools(tmp_path: Path) -> None:
     with serving(str(model)) as server:
         answer = server.post("/v1/chat/completions", {"messages": TALK, "tools": [WEATHER]})
         assert "not known here" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("notation", ["minimax", "dsml"])
+def test_notations_of_the_big_models(tmp_path: Path, notation: str) -> None:
+    """Their templates decide; for DeepSeek the one that is built in. Their tags are plain text for this tokenizer."""
+    model = tmp_path / notation
+    shutil.copytree(DEMO if notation == "minimax" else DEMO.parent / "demo-dsa", model)
+    (model / "chat_template.jinja").unlink()
+    if notation == "minimax":
+        template = (
+            "{% if tools %}write ]<]minimax[>[<tool_call>{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
+        )
+        (model / "chat_template.jinja").write_text(template)
+    with serving(str(model)) as server:
+        client, found = server.client(), set()
+        for k in (0, 3):
+            options = {
+                "model": notation, "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 400,
+                "extra_body": {"speculation": {"k": k}},
+            }  # fmt: skip
+            (call,) = ask(client, **options).choices[0].message.tool_calls
+            assert call.function.name == "weather" and fits(call.function.arguments)
+            _, calls, reason, _ = streamed(client, **options)
+            assert reason == "tool_calls"
+            found |= {call.function.arguments, calls[0]["arguments"]}
+        assert len(found) == 1
+        assert ask(client, model=notation, tools=[CLOCK], max_tokens=8).choices[0].message.content
+        strict = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
+        assert ask(client, model=notation, tools=[strict], max_tokens=8).choices[0].message.content

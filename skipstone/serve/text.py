@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,6 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from skipstone.core.request import SamplingParams
 from skipstone.errors import CheckpointError, RequestError
 
+BUILT_IN = {"deepseek_v32": "deepseek_v32.jinja"}  # model type -> chat template
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what decoding gives for the first bytes of a character
 
 
@@ -160,7 +162,7 @@ class Tokenizer:
 
     @property
     def template_source(self) -> str:
-        """The chat template's text. Raises RequestError when there is none."""
+        """The chat template's text, ours for models that come without. Raises RequestError when there is none."""
         path = self.folder / "chat_template.jinja"
         if path.is_file():
             return path.read_text(encoding="utf-8")
@@ -168,6 +170,8 @@ class Tokenizer:
         if isinstance(source, list):  # several named templates
             source = {entry.get("name"): entry.get("template") for entry in source}.get("default")
         if not isinstance(source, str):
+            source = _built_in_template(self.folder)
+        if source is None:
             raise RequestError(
                 f"{self.folder} has no chat template; add chat_template.jinja to the folder, or send a plain prompt"
             )
@@ -279,6 +283,14 @@ def _load_tokenizer(path: Path) -> tokenizers.Tokenizer:
     tokenizer.no_truncation()  # left in the file by training; a prompt must never be cut or filled up silently
     tokenizer.no_padding()
     return tokenizer
+
+
+def _built_in_template(folder: Path) -> str | None:
+    """The template for models of this kind, if we have one."""
+    model_type = _load_config(folder / "config.json").get("model_type")
+    if model_type not in BUILT_IN:
+        return None
+    return files("skipstone.serve").joinpath("templates", BUILT_IN[model_type]).read_text(encoding="utf-8")
 
 
 def _load_config(path: Path) -> dict[str, Any]:

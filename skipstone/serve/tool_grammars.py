@@ -100,7 +100,8 @@ def dsml_calls(grammar: GrammarText, schemas: Schemas, several: bool) -> str:
     calls = []
     for name, schema in schemas.items():
         head, end = grammar.literal(f'<{DSML}invoke name="{name}">\n'), grammar.literal(f"</{DSML}invoke>\n")
-        calls.append(f"{head} {_sequence(schema, partial(parameter, schema))} {end}")
+        blank = "" if schema.get("required") else '"\\n"?'  # stands where there are no parameters
+        calls.append(f"{head} {_sequence(schema, partial(parameter, schema))} {blank} {end}")
     return _closed(grammar, calls, several, f"</{DSML}function_calls>")
 
 
