@@ -36,7 +36,7 @@ def jobs(llm: LLM) -> tuple[list[list[int]], list[SamplingParams]]:
         SamplingParams(temperature=1, seed=2, max_tokens=33, ignore_eos=True),
         SamplingParams(temperature=0, max_tokens=1),
         SamplingParams(temperature=0.3, seed=3, max_tokens=64, num_speculative_tokens=1 if llm.proposer else None),
-        SamplingParams(temperature=1, seed=4, max_tokens=20, top_p=0.9, min_tokens=4),
+        SamplingParams(temperature=1, seed=4, max_tokens=20, top_p=0.9, min_p=0.05, top_k=40, min_tokens=4),
     ]
     return prompts, params
 
@@ -144,7 +144,7 @@ def test_what_the_device_does_not_sample_takes_the_plain_loop() -> None:
         return seen[-1]
 
     loop.covers = watched  # type: ignore[method-assign]
-    for option in ({"top_k": 5}, {"logprobs": 2}, {"repetition_penalty": 1.1}, {"logit_bias": {5: 1.0}}):
+    for option in ({"logprobs": 2}, {"repetition_penalty": 1.1}, {"logit_bias": {5: 1.0}}):
         params = SamplingParams(temperature=1, seed=1, max_tokens=6, **option)  # type: ignore[arg-type]
         llm.generate([[3, 4]], params, progress=False)
     assert seen and not any(seen)

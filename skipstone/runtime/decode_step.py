@@ -39,8 +39,10 @@ class DecodeStep(NamedTuple):
     block_size: int
     rates: Tensor | None  # [N] float64, simulated acceptance
 
-    def run(self, slots: Tensor, k: int) -> Tensor:
+    def run(self, slots: Tensor, k: int, truncated: bool = False) -> Tensor:
         """Run the requests in `slots` [R] with k drafts each; advances their state.
+
+        `truncated`: some of them use top-k, top-p or min-p.
 
         Returns [R, 2k + 2] int64: the number of accepted drafts, k + 1 emitted tokens (what follows the recovered or
         bonus token is not emitted), k next drafts.
@@ -50,12 +52,12 @@ class DecodeStep(NamedTuple):
         taps = self.drafter.head.taps if self.drafter else ()
         hidden = self.model(batch, self.groups.plan(batch), taps)
         logits = self.model.compact_logits(hidden.final)
-        tokens = self.ops.sample(logits, _law(at, batch.positions + 1, k + 1)).view(-1, k + 1)
+        tokens = self.ops.sample(logits, _law(at, batch.positions + 1, k + 1, truncated)).view(-1, k + 1)
         accepted = self.ops.accept(tokens, at.tokens, at.start, at.limit, at.seed, self.rates)
         result = [accepted.num_accepted[:, None], accepted.emitted]
         state = [accepted.following[:, -1:]]
         if k and self.drafter is not None:
-            drafts = self._draft(self.drafter, _Verified(at, batch, hidden, accepted), k)
+            drafts = self._draft(self.drafter, _Verified(at, batch, hidden, accepted), k, truncated)
             result.append(drafts)
             state.append(drafts)
         elif k:
@@ -63,7 +65,7 @@ class DecodeStep(NamedTuple):
         self.state.advance(slots, accepted.start, torch.cat(state, dim=1) if k else state[0])
         return torch.cat(result, dim=1)
 
-    def _draft(self, drafter: Drafter, verified: _Verified, k: int) -> Tensor:
+    def _draft(self, drafter: Drafter, verified: _Verified, k: int, truncated: bool) -> Tensor:
         """The next drafts [R, k]: the head over the rows that were verified, then one row per request and draft."""
         head, groups, at = drafter.head, drafter.groups, verified.at
         following, start = verified.accepted.following, verified.accepted.start
@@ -75,7 +77,7 @@ class DecodeStep(NamedTuple):
         for step in range(k):
             output = head.outputs(current)
             position = start + step
-            law = _law(at, position + 1, 1, drafter.greedy)
+            law = _law(at, position + 1, 1, truncated and not drafter.greedy, drafter.greedy)
             drafts.append(self.ops.sample(output.logits, law))
             if step < k - 1:
                 position = torch.where(start >= 0, position, PAD) if step else start
@@ -94,10 +96,14 @@ class _Verified(NamedTuple):
     accepted: Accepted
 
 
-def _law(at: SlotRows, position: Tensor, n: int, greedy: bool = False) -> SamplingRows:
+def _law(at: SlotRows, position: Tensor, n: int, truncated: bool, greedy: bool = False) -> SamplingRows:
     """How the n rows of each request sample the tokens at `position` [R * n]."""
+
+    def rows(values: Tensor) -> Tensor:
+        return values.repeat_interleave(n) if n > 1 else values.contiguous()
+
     temperature = torch.zeros_like(at.temperature) if greedy else at.temperature
-    seed = at.seed.contiguous()
-    if n > 1:
-        seed, temperature = seed.repeat_interleave(n), temperature.repeat_interleave(n)
-    return SamplingRows(seed, position, temperature, None, None, None, None, None, all_greedy=greedy)
+    law = SamplingRows(rows(at.seed), position, rows(temperature), None, None, None, None, None, all_greedy=greedy)
+    if not truncated:
+        return law
+    return law._replace(top_k=rows(at.top_k), top_p=rows(at.top_p), min_p=rows(at.min_p))

@@ -70,7 +70,7 @@ class DeviceLoop:
         self.most_k = step.state.most_k
         self.slots: dict[Request, int] = {}
         self.known: dict[Request, Known] = {}
-        self._captured: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
+        self._captured: dict[tuple[int, int, bool], tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
         self._pool: Any = None
         self.replays = 0
 
@@ -124,7 +124,9 @@ class DeviceLoop:
         start = len(request.token_ids) - 1
         temperature = 0.0 if request.params.greedy else request.params.temperature
         tokens = [request.token_ids[-1], *drafts]
-        return SlotValues(tokens, start, limit, most, request.seed, temperature, request.block_ids)
+        p = request.params
+        law = (max(p.top_k, 0), temperature, p.top_p, p.min_p)
+        return SlotValues(tokens, start, limit, most, request.seed, *law, request.block_ids)
 
     def _assign_slots(self, requests: list[Request]) -> None:
         new = [request for request in requests if request not in self.slots]
@@ -145,40 +147,46 @@ class DeviceLoop:
         slots = [self.slots[request] for request in requests] + [padding] * (bucket - len(requests))
         device = self.step.state.device
         ids = torch.tensor(slots, dtype=torch.int64, device="cpu")
+        truncated = any(map(_truncated, requests))
         if not self.graphs:
-            return DeviceStep(self, requests, k, self.step.run(ids.to(device), k))
-        graph, buffer, result = self._graph(bucket, k)
+            return DeviceStep(self, requests, k, self.step.run(ids.to(device), k, truncated))
+        graph, buffer, result = self._graph(bucket, k, truncated)
         buffer.copy_(ids.pin_memory(), non_blocking=True)
         graph.replay()
         self.replays += 1
         return DeviceStep(self, requests, k, result)
 
-    def _graph(self, bucket: int, k: int) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
+    def _graph(self, bucket: int, k: int, truncated: bool) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
         """Captured at first use, on padding only, so that no request's state moves."""
-        if (bucket, k) not in self._captured:
+        kind = (bucket, k, truncated)
+        if kind not in self._captured:
             slots = torch.full(
                 (bucket,), self.step.state.padding_slot, dtype=torch.int64, device=self.step.state.device
             )
             warm = torch.cuda.Stream()
             warm.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(warm):
-                self.step.run(slots, k)  # compiles what is not compiled yet
+                self.step.run(slots, k, truncated)  # compiles what is not compiled yet
             torch.cuda.current_stream().wait_stream(warm)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool):
-                result = self.step.run(slots, k)
+                result = self.step.run(slots, k, truncated)
             self._pool = graph.pool()
-            self._captured[bucket, k] = (graph, slots, result)
-        return self._captured[bucket, k]
+            self._captured[kind] = (graph, slots, result)
+        return self._captured[kind]
+
+
+def _truncated(request: Request) -> bool:
+    p = request.params
+    return not p.greedy and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0)
 
 
 def _plain(request: Request) -> bool:
-    """Whether a request samples by temperature alone, and asks for nothing about its rows."""
+    """Whether a request samples by temperature, top-k, top-p and min-p alone, and asks for nothing about its rows."""
     p = request.params
     unpenalised = p.repetition_penalty == 1.0 and not p.presence_penalty and not p.frequency_penalty
-    untruncated = p.greedy or (p.top_k < 1 and p.top_p >= 1 and p.min_p <= 0)
     unmasked = request.grammar is None and not p.logit_bias and request.num_output_tokens >= p.min_tokens
-    return unpenalised and untruncated and unmasked and p.logprobs is None
+    return unpenalised and unmasked and p.logprobs is None
 
 
 def _agree(known: Known, now: Known, request: Request) -> bool:

@@ -15,7 +15,8 @@ from torch import Tensor
 from skipstone.core.batch import PAD, ZERO_BLOCK, Batch, Span
 from skipstone.kernels.ops import Ops
 
-START, LIMIT, MOST_DRAFTS, SEED, TEMPERATURE, TOKENS = range(6)  # columns; the temperature's is a float64's bits
+# Columns; those of the three fractions hold the bits of float64 numbers.
+START, LIMIT, MOST_DRAFTS, SEED, TOP_K, TEMPERATURE, TOP_P, MIN_P, TOKENS = range(9)
 
 
 class SlotValues(NamedTuple):
@@ -26,7 +27,10 @@ class SlotValues(NamedTuple):
     limit: int  # rows at this position and behind have no slot, or could never be kept
     most_drafts: int
     seed: int
+    top_k: int
     temperature: float
+    top_p: float
+    min_p: float
     blocks: list[int]
 
 
@@ -37,7 +41,10 @@ class SlotRows(NamedTuple):
     limit: Tensor  # [R] int64
     most_drafts: Tensor  # [R] int64
     seed: Tensor  # [R] int64
+    top_k: Tensor  # [R] int64
     temperature: Tensor  # [R] float32
+    top_p: Tensor  # [R] float32
+    min_p: Tensor  # [R] float32
     tokens: Tensor  # [R, k + 1] int64, PAD where there is no draft
     blocks: Tensor  # [R, max_blocks] int64
 
@@ -50,7 +57,7 @@ class DeviceState:
         self.table = TOKENS + k + 1  # first column of the block table
         self.values = torch.full((slots + 1, self.table + max_blocks), PAD, dtype=torch.int64, device=device)
         self.values[:, self.table :] = ZERO_BLOCK
-        self.values[:, TEMPERATURE] = 0
+        self.values[:, TOP_K:TOKENS] = 0
 
     @property
     def padding_slot(self) -> int:
@@ -65,9 +72,9 @@ class DeviceState:
     def read(self, slots: Tensor, k: int) -> SlotRows:
         """The state of the requests in `slots` [R], with up to k drafts."""
         rows = self.values[slots]
-        warm = rows[:, TEMPERATURE : TEMPERATURE + 1].view(torch.float64)[:, 0].float()
+        fractions = rows[:, TEMPERATURE:TOKENS].view(torch.float64).float().unbind(1)
         tokens, blocks = rows[:, TOKENS : TOKENS + k + 1], rows[:, self.table :]
-        return SlotRows(rows[:, START], rows[:, LIMIT], rows[:, MOST_DRAFTS], rows[:, SEED], warm, tokens, blocks)
+        return SlotRows(*rows[:, START:TEMPERATURE].unbind(1), *fractions, tokens, blocks)
 
     def advance(self, slots: Tensor, start: Tensor, tokens: Tensor) -> None:
         """Move requests to `start` [R] (PAD for padding), with their newest token and its drafts [R, k + 1]."""
@@ -80,9 +87,9 @@ class DeviceState:
         rows = []
         for slot, v in values.items():
             tokens = v.tokens + [PAD] * (self.most_k + 1 - len(v.tokens))
-            bits = struct.unpack("q", struct.pack("d", v.temperature))[0]
+            bits = struct.unpack("3q", struct.pack("3d", v.temperature, v.top_p, v.min_p))
             table = v.blocks[:width] + [ZERO_BLOCK] * (width - len(v.blocks))
-            rows.append([slot, v.start, v.limit, v.most_drafts, v.seed, bits, *tokens, *table])
+            rows.append([slot, v.start, v.limit, v.most_drafts, v.seed, v.top_k, *bits, *tokens, *table])
         packed = self._to_device(rows)
         self.values[packed[:, 0]] = packed[:, 1:]
 

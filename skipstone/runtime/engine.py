@@ -156,7 +156,9 @@ class Engine:
         if not isinstance(handle, DeviceStep) or self.scheduler.waiting:
             return None
         assert handle.plan is not None
-        if len(handle.plan.scheduled) < len(self.scheduler.running):
+        items = handle.plan.scheduled
+        ended = any(item.request.finished or item.request.epoch != item.epoch for item in items)
+        if ended or len(items) < len(self.scheduler.running):
             return None
         if not self.scheduler.reserve_ahead(handle.plan, handle.k):
             return None

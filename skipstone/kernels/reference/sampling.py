@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from skipstone.core.batch import Penalties, SamplingRows, TokenValues
+from skipstone.kernels.reference.truncation import truncate
 
 # One stream per purpose, so that values drawn for different purposes from one seed are independent. Any two distinct
 # numbers below 2^63 serve.
@@ -67,6 +68,9 @@ def process_logits(logits: Tensor, rows: SamplingRows) -> Tensor:
     divisor = rows.temperature.clamp(min=MIN_TEMPERATURE).masked_fill(greedy, 1.0)
     scores /= divisor[:, None]
     scores.clamp_(max=LARGEST)  # an infinity here would become NaN in the softmax of top-p
+    if scores.device.type != "cpu":
+        _truncate_on_device(scores, rows, greedy)
+        return scores
     if rows.top_k is not None:
         _keep_top_k(scores, rows.top_k.masked_fill(greedy, 0))
     if rows.top_p is not None:
@@ -74,6 +78,14 @@ def process_logits(logits: Tensor, rows: SamplingRows) -> Tensor:
     if rows.min_p is not None:
         _keep_min_p(scores, rows.min_p.masked_fill(greedy, 0.0))
     return scores
+
+
+def _truncate_on_device(scores: Tensor, rows: SamplingRows, greedy: Tensor) -> None:
+    top_k = None if rows.top_k is None else rows.top_k.masked_fill(greedy, 0)
+    top_p = None if rows.top_p is None else rows.top_p.masked_fill(greedy, 1.0)
+    min_p = None if rows.min_p is None else rows.min_p.masked_fill(greedy, 0.0)
+    if not (top_k is top_p is min_p is None):
+        truncate(scores, top_k, top_p, min_p)
 
 
 def gumbel_noise(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
