@@ -13,11 +13,13 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
 
 from skipstone.core.batch import Span
-from skipstone.kernels.gemm import INTERPRETED, compile_options, dot, is_hip
+from skipstone.kernels.gemm import compile_options, is_hip
 
 UNSEEN = tl.constexpr(-(1 << 31))  # the key of what a row does not see; no score has it
+INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 MAX_SCRATCH = 1 << 24  # scores per call of the score kernel: 64 MB, about what the last-level cache holds
 
 
@@ -47,14 +49,7 @@ def config(columns: int, itemsize: int, hip: bool) -> ScoreConfig:
 
 
 def block_select(
-    index_q: Tensor,
-    index_k_cache: Tensor,
-    span: Span,
-    unit: int,
-    budget: int,
-    init: int,
-    local: int,
-    exact: bool,
+    index_q: Tensor, index_k_cache: Tensor, span: Span, unit: int, budget: int, init: int, local: int, exact: bool
 ) -> Tensor:
     """The `budget` best blocks of `unit` tokens of each row and index head, with the first and last ones forced.
 
@@ -65,61 +60,27 @@ def block_select(
     total, groups, width = index_q.shape
     table_width, block_size = span.block_table.shape[1], index_k_cache.shape[2]
     candidates = table_width * (block_size // unit)
-    hip = is_hip()
-    shape = config(n * groups, index_q.element_size(), hip)
-    keys = torch.empty(min(total * groups * candidates, MAX_SCRATCH), dtype=torch.int32, device=index_q.device)
+    rows = max(min(n, MAX_SCRATCH // (requests * groups * candidates)), 1)  # per request and slice
+    keys = torch.empty(requests * rows * groups * candidates, dtype=torch.int32, device=index_q.device)
     chosen = torch.empty((total, groups, budget), dtype=torch.int32, device=index_q.device)
-    rows = max(min(n, keys.numel() // (requests * groups * candidates)), 1)  # per request and slice
-    if requests * rows * groups * candidates > keys.numel():
-        keys = torch.empty(requests * rows * groups * candidates, dtype=torch.int32, device=index_q.device)
     positions, table, q = span.positions.contiguous(), span.block_table.contiguous(), index_q.contiguous()
-    kept = max(triton.next_power_of_2(budget), 8)
+    shape = config(n * groups, index_q.element_size(), is_hip())
+    constants = {"G": groups, "UNIT": unit, "BUDGET": budget}
+    score = {"D": width, "PER_BLOCK": block_size // unit, "BLOCK_D": triton.next_power_of_2(width)}
+    tile = {"BLOCK_M": shape.rows, "BLOCK_N": min(triton.next_power_of_2(unit), shape.tokens)}
+    options = {"num_warps": shape.warps, "num_stages": shape.stages, **compile_options(is_hip())}
+    pick = {"INIT": init, "LOCAL": local, "KEPT": max(triton.next_power_of_2(budget), 8)}
     for first in range(0, n, rows):
         count = min(rows, n - first)
         tiles = triton.cdiv(count * groups, shape.rows)
         splits = max(min(shape.programs * multiprocessors(q.device) // (requests * tiles), candidates), 1)
         if tiles > 1:
             splits = max(splits, triton.cdiv(candidates, 16))
-        _score_kernel[(splits, tiles, requests)](
-            q,
-            index_k_cache,
-            positions,
-            table,
-            keys,
-            n,
-            first,
-            count,
-            table_width,
-            candidates,
-            splits,
-            G=groups,
-            D=width,
-            UNIT=unit,
-            PER_BLOCK=block_size // unit,
-            BUDGET=budget,
-            BLOCK_M=shape.rows,
-            BLOCK_D=triton.next_power_of_2(width),
-            BLOCK_N=min(triton.next_power_of_2(unit), shape.tokens),
-            num_warps=shape.warps,
-            num_stages=shape.stages,
-            **compile_options(hip),
-        )
-        _pick_kernel[(count * groups, requests)](
-            keys,
-            positions,
-            chosen,
-            n,
-            first,
-            count,
-            candidates,
-            G=groups,
-            UNIT=unit,
-            BUDGET=budget,
-            INIT=init,
-            LOCAL=local,
-            KEPT=kept,
-            num_warps=pick_warps(requests * count * groups),
-        )
+        inputs = (q, index_k_cache, positions, table, keys, n, first, count, table_width, candidates, splits)
+        _score_kernel[(splits, tiles, requests)](*inputs, **constants, **score, **tile, **options)
+        choice = (keys, positions, chosen, n, first, count, candidates)
+        warps = pick_warps(requests * count * groups)
+        _pick_kernel[(count * groups, requests)](*choice, **constants, **pick, num_warps=warps)
     return chosen
 
 
@@ -154,6 +115,7 @@ def _block_best(scores):
     """Largest of each row of scores [M, N]; NaN where there is any."""
     if not INTERPRETED:
         return tl.reduce(scores, 1, _larger)
+    # The interpreter calls a reduction of one's own once per element.
     broken = tl.max((scores != scores).to(tl.int32), axis=1)
     return tl.where(broken != 0, float("nan"), tl.max(scores, axis=1))
 
@@ -181,7 +143,7 @@ def _best_of_block(
             k = tl.load(k_ptr + token[:, None] * D)
         else:
             k = tl.load(k_ptr + token[:, None] * D, mask=(token < UNIT)[:, None] & (dim < D)[None, :], other=0.0)
-        scores = dot(q, tl.trans(k), tl.zeros([q.shape[0], BLOCK_N], tl.float32))
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         scores = tl.where((block * UNIT + token)[None, :] <= position[:, None], scores, float("-inf"))
         if UNIT % BLOCK_N != 0:
             scores = tl.where((token < UNIT)[None, :], scores, float("-inf"))

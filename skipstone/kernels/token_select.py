@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from skipstone.core.batch import Span
-from skipstone.kernels.gemm import compile_options, dot, is_hip
+from skipstone.kernels.gemm import compile_options, is_hip
 from skipstone.kernels.select import UNSEEN, multiprocessors, order_key
 
 CHUNK = 8
@@ -67,57 +67,25 @@ def token_select(
     q, weights = index_q.contiguous(), head_weights.contiguous()
     positions, table = span.positions.contiguous(), span.block_table.contiguous()
     shape = config(n, index_q.element_size(), is_hip())
-    direct = triton.next_power_of_2(budget * CHUNK)
+    constants = {"BUDGET": budget, "CHUNK": CHUNK}
+    score = {"HEADS": heads, "D": width, "BLOCK_SIZE": block_size, "ROWS": shape.rows, "TOKENS": shape.tokens}
+    padded = {"BLOCK_H": max(triton.next_power_of_2(heads), 16), "BLOCK_D": triton.next_power_of_2(width)}
+    options = {"num_warps": shape.warps, "num_stages": shape.stages, **compile_options(is_hip())}
+    direct, longest = triton.next_power_of_2(budget * CHUNK), triton.next_power_of_2(length)
+    pick = {"BUDGET_PAD": triton.next_power_of_2(budget), "DIRECT": min(direct, longest)}
+    pick["CHUNKS"] = longest // CHUNK if length > direct else 0
+    pieces = triton.cdiv(table_width * block_size, shape.tokens)
     for first in range(0, n, rows):
         count = min(rows, n - first)
         tiles = triton.cdiv(count, shape.rows)
-        pieces = triton.cdiv(table_width * block_size, shape.tokens)
         splits = max(min(shape.programs * multiprocessors(q.device) // (requests * tiles), pieces), 1)
         if tiles > 1:
             splits = max(splits, triton.cdiv(pieces, 16))
-        _score_kernel[(splits, tiles, requests)](
-            q,
-            weights,
-            index_k_cache,
-            positions,
-            table,
-            keys,
-            best,
-            n,
-            first,
-            count,
-            table_width,
-            length,
-            splits,
-            HEADS=heads,
-            D=width,
-            BLOCK_SIZE=block_size,
-            BUDGET=budget,
-            CHUNK=CHUNK,
-            ROWS=shape.rows,
-            TOKENS=shape.tokens,
-            BLOCK_H=max(triton.next_power_of_2(heads), 16),
-            BLOCK_D=triton.next_power_of_2(width),
-            num_warps=shape.warps,
-            num_stages=shape.stages,
-            **compile_options(is_hip()),
-        )
-        _pick_kernel[(count, requests)](
-            keys,
-            best,
-            positions,
-            chosen,
-            n,
-            first,
-            count,
-            length,
-            BUDGET=budget,
-            BUDGET_PAD=triton.next_power_of_2(budget),
-            CHUNK=CHUNK,
-            DIRECT=min(direct, triton.next_power_of_2(length)),
-            CHUNKS=triton.next_power_of_2(length // CHUNK) if length > direct else 0,
-            num_warps=pick_warps(is_hip()),
-        )
+        tensors = (q, weights, index_k_cache, positions, table, keys, best)
+        numbers = (n, first, count, table_width, length, splits)
+        _score_kernel[(splits, tiles, requests)](*tensors, *numbers, **constants, **score, **padded, **options)
+        inputs = (keys, best, positions, chosen, n, first, count, length)
+        _pick_kernel[(count, requests)](*inputs, **constants, **pick, num_warps=pick_warps(is_hip()))
     return chosen
 
 
@@ -179,7 +147,7 @@ def _score_kernel(
             k = tl.load(cache_ptr + place[:, None] + dim[None, :])
         else:
             k = tl.load(cache_ptr + place[:, None] + dim[None, :], mask=(dim < D)[None, :], other=0.0)
-        products = dot(k, tl.trans(q), tl.zeros([TOKENS, ROWS * BLOCK_H], tl.float32))
+        products = tl.dot(k, tl.trans(q), input_precision="ieee")
         products = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL) * weights[None, :]
         if HEADS != BLOCK_H:
             products = tl.where((head < HEADS)[None, :], products, 0.0)
