@@ -9,13 +9,25 @@ from typing import NamedTuple
 import pytest
 import torch
 from oracles.block_table import attend, selected_tokens
-from oracles.kernels import DEVICE, TOLERANCE, Call, Kernel, Requests, Row, assert_same_rows, error, same_bits
+from oracles.kernels import (
+    DEVICE,
+    TOLERANCE,
+    Call,
+    Kernel,
+    Requests,
+    Row,
+    assert_same_rows,
+    cases,
+    error,
+    same_bits,
+)
 from torch import Tensor
 
 from skipstone.core.batch import Span
 from skipstone.kernels.reference import attention as reference
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, about infinities and NaN
 
 
 class Shape(NamedTuple):
@@ -32,17 +44,21 @@ class Shape(NamedTuple):
 
 
 SHAPES = {
+    "small dense": Shape("dense_attention", 4, 2, 32, 16),
     "demo dense": Shape("dense_attention", 8, 2, 32, 32),
     "draft head": Shape("dense_attention", 8, 4, 32, 16),
     "m3 dense": Shape("dense_attention", 32, 2, 128, 128),
     "odd dense": Shape("dense_attention", 3, 1, 40, 64),
     "demo blocks": Shape("sparse_gqa", 8, 2, 32, 32, 32, 5),
-    "two units a block": Shape("sparse_gqa", 6, 2, 40, 32, 16, 3),
+    "two units a block": Shape("sparse_gqa", 6, 2, 32, 32, 16, 3),
     "m3 blocks": Shape("sparse_gqa", 32, 2, 128, 128, 128, 4),
     "demo tokens": Shape("sparse_mla", 8, 1, 80, 64, 1, 40, 64),
     "v3.2 tokens": Shape("sparse_mla", 16, 1, 160, 64, 1, 96, 128),
 }
 NAMES = list(SHAPES)
+SPARSE = [name for name in NAMES if SHAPES[name].unit]
+QUICK = ("small dense", "two units a block", "demo tokens")  # one of each op; the interpreter is slow
+LARGE = ("demo dense", "m3 blocks", "v3.2 tokens")
 FLOAT, HALF = torch.float32, torch.bfloat16
 
 
@@ -120,18 +136,28 @@ def check(name: str, call: Call, exact: bool, indices: Tensor | None = None, tol
     assert worst < (tolerance or TOLERANCE[call.world.dtype]), f"relative error {worst:.2e}"
 
 
-@pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize("dtype", [FLOAT, HALF])
-@pytest.mark.parametrize("n", [1, 2, 4, 8])
-@pytest.mark.parametrize("name", NAMES)
+def some_last_rows(name: str, n: int, dtype: torch.dtype, exact: bool) -> bool:
+    small = name in QUICK and (n, dtype, exact) in (
+        (1, HALF, True),
+        (4, FLOAT, True),
+        (2, HALF, False),
+        (8, HALF, False),
+    )
+    return small or (name in LARGE and (n, dtype, exact) == (4, HALF, True))
+
+
+@pytest.mark.parametrize(
+    ("name", "n", "dtype", "exact"), cases(NAMES, [1, 2, 4, 8], [FLOAT, HALF], [False, True], quick=some_last_rows)
+)
 def test_last_rows(name: str, n: int, dtype: torch.dtype, exact: bool) -> None:
     """Decoding and verifying; requests shorter than n begin with padding."""
     check(name, world(name, dtype).last(n), exact)
 
 
-@pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize("dtype", [FLOAT, HALF])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "dtype", "exact"),
+    cases(NAMES, [FLOAT, HALF], [False, True], quick=lambda name, dtype, exact: name in QUICK and dtype == HALF),
+)
 def test_chunks_of_prompts(name: str, dtype: torch.dtype, exact: bool) -> None:
     """Many rows of one request: from its start on, and at its end; later keys are there and hidden."""
     size = SHAPES[name].block_size
@@ -140,15 +166,14 @@ def test_chunks_of_prompts(name: str, dtype: torch.dtype, exact: bool) -> None:
     check(name, requests.last(37), exact)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", cases(NAMES, quick=QUICK.__contains__))
 def test_whole_prompt(name: str) -> None:
     size = min(SHAPES[name].block_size, 48)
     requests = world(name, some=[size + 1])
     check(name, requests.last(size + 1), False)
 
 
-@pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "exact"), cases(NAMES, [False, True], quick=lambda name, exact: name in QUICK))
 def test_padding(name: str, exact: bool) -> None:
     """Requests of nothing but padding, anywhere; padding before and after real rows; a table wider than any request.
 
@@ -174,8 +199,10 @@ def test_only_padding(name: str) -> None:
     assert rows_of(name, requests.last(2, [-1, -1]), True) == {}
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if not SHAPES[name].unit])
-@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize(
+    ("name", "exact"),
+    cases(sorted(set(NAMES) - set(SPARSE)), [False, True], quick=lambda name, exact: name in QUICK),
+)
 def test_rows_that_see_ahead(name: str, exact: bool) -> None:
     """All rows of a request see its last position, as in a draft that fills a whole block."""
     requests = world(name, some=[70, 9, 40])
@@ -185,9 +212,10 @@ def test_rows_that_see_ahead(name: str, exact: bool) -> None:
     check(name, call, exact)
 
 
-@pytest.mark.parametrize("dtype", [FLOAT, HALF])
-@pytest.mark.parametrize("n", [1, 4])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "n", "dtype"),
+    cases(NAMES, [1, 4], [FLOAT, HALF], quick=lambda name, n, dtype: name in QUICK and (n, dtype) == (4, HALF)),
+)
 def test_exact_bits_in_any_company(name: str, n: int, dtype: torch.dtype) -> None:
     """Rows alone, in batches of 3 and 7, in any order, one at a time or 4 or 21 together."""
     requests = world(name, dtype)
@@ -203,8 +231,9 @@ def test_exact_bits_in_any_company(name: str, n: int, dtype: torch.dtype) -> Non
         assert_same_rows(one, everyone, "one row of the call alone")
 
 
-@pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "exact"), cases(NAMES, [False, True], quick=lambda name, exact: name in QUICK and not exact)
+)
 def test_shuffled_requests(name: str, exact: bool) -> None:
     requests = world(name)
     expected = rows_of(name, requests.last(2), exact)
@@ -212,7 +241,7 @@ def test_shuffled_requests(name: str, exact: bool) -> None:
     assert_same_rows(shuffled, expected, "shuffled requests")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", cases(NAMES, quick=QUICK.__contains__))
 def test_index_tensors_of_32_bits(name: str) -> None:
     requests = world(name, some=[90, 3])
     call = requests.last(2)
@@ -221,8 +250,7 @@ def test_index_tensors_of_32_bits(name: str) -> None:
     assert_same_rows(rows_of(name, call, True), expected, "int32 positions and tables")
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if SHAPES[name].unit])
-@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize(("name", "exact"), cases(SPARSE, [False, True], quick=lambda name, exact: name in QUICK))
 def test_selections_at_the_edge(name: str, exact: bool) -> None:
     """Nothing selected, one unit, all units in use, the own unit left out."""
     shape = SHAPES[name]
@@ -238,8 +266,7 @@ def test_selections_at_the_edge(name: str, exact: bool) -> None:
     assert not got[0, length - 2].any(), "a row that reads nothing is zero"
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if SHAPES[name].unit])
-@pytest.mark.parametrize("overlap", ["all", "none"])
+@pytest.mark.parametrize(("name", "overlap"), cases(SPARSE, ["all", "none"], quick=lambda name, overlap: name in QUICK))
 def test_rows_of_a_request_may_share_their_keys(name: str, overlap: str) -> None:
     """Rows that read the same units, and rows that share none: the same bits as each row alone."""
     shape = SHAPES[name]
@@ -257,8 +284,7 @@ def test_rows_of_a_request_may_share_their_keys(name: str, overlap: str) -> None
         assert_same_rows(alone, together, f"row {i} alone")
 
 
-@pytest.mark.parametrize("dtype", [FLOAT, HALF])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "dtype"), cases(NAMES, [FLOAT, HALF], quick=lambda name, dtype: name in QUICK))
 def test_large_scores(name: str, dtype: torch.dtype) -> None:
     """Scores whose exponentials overflow alone: one key takes all, and large negative ones are no trouble."""
     shape = SHAPES[name]
@@ -284,7 +310,7 @@ def test_same_as_the_reference(name: str) -> None:
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="needs memory that is reserved and never touched")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", cases(NAMES, quick=QUICK.__contains__))
 def test_offsets_beyond_32_bits(name: str) -> None:
     """A cache whose last blocks lie more than 2^31 elements from its start. Only blocks in use are ever touched."""
     shape = SHAPES[name]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracles.kernels import DEVICE, TOLERANCE, Kernel, error, fresh_slots, same_bits
+from oracles.kernels import DEVICE, TOLERANCE, Kernel, cases, error, fresh_slots, same_bits
 from oracles.rows import to_rows
 from oracles.sampling import NEVER, Row
 from torch import Tensor
@@ -20,6 +20,7 @@ from skipstone.kernels.reference.pointwise import GatedActivation, Rotary
 from skipstone.layers.rotary import RotaryTable, rotary_table
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, about infinities and NaN
 
 FLOAT, HALF = torch.float32, torch.bfloat16
 DTYPES = [FLOAT, HALF]
@@ -277,10 +278,15 @@ def test_gated_row_by_row() -> None:
 # Products
 
 
-@pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("k", "n"), [(64, 128), (256, 320), (160, 256), (33, 17), (256, 16), (1024, 96), (8, 2049)])
-def test_linear(k: int, n: int, dtype: torch.dtype, exact: bool) -> None:
+PRODUCTS = [(33, 17), (64, 128), (320, 16), (256, 320), (160, 256), (1024, 96), (8, 2049)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "exact"),
+    cases(PRODUCTS, DTYPES, [False, True], quick=lambda shape, dtype, exact: shape in PRODUCTS[:3]),
+)
+def test_linear(shape: tuple[int, int], dtype: torch.dtype, exact: bool) -> None:
+    k, n = shape
     weight = randn(1, k, n, dtype=dtype) / k**0.5
     for rows in (1, 5, 70):
         x = randn(rows, rows, k)
@@ -290,13 +296,15 @@ def test_linear(k: int, n: int, dtype: torch.dtype, exact: bool) -> None:
     assert list(Kernel("linear")(torch.zeros(0, k, dtype=dtype), weight, exact).shape) == [0, n]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("k", "n"), [(64, 128), (256, 320), (33, 17), (1024, 96), (320, 16)])
-def test_rows_of_linear_are_exact(k: int, n: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("shape", "dtype"), cases(PRODUCTS, DTYPES, quick=lambda shape, dtype: shape in PRODUCTS[:3] and dtype == HALF)
+)
+def test_rows_of_linear_are_exact(shape: tuple[int, int], dtype: torch.dtype) -> None:
     """The bits of a row for any number of rows, few or many, and beside rows of NaN."""
+    k, n = shape
     weight, x = randn(1, k, n, dtype=dtype), randn(2, 140, k, dtype=dtype)
     whole = Kernel("linear")(x, weight, True)
-    for count in (1, 2, 3, 4, 7, 8, 15, 16, 17, 33, 64, 65, 128):
+    for count in (1, 3, 4, 8, 16, 17, 64, 65, 128):
         start = (17 * count) % (141 - count)
         part = slice(start, start + count)
         assert same_bits(Kernel("linear")(x[part].contiguous(), weight, True), whole[part]), f"{count} rows"
@@ -391,7 +399,8 @@ def test_routes_row_by_row(experts: int, top_k: int, groups: int, kept: int) -> 
 
 
 # hidden, intermediate, experts, taken
-MIXTURES = [(256, 160, 8, 2), (64, 32, 16, 4), (40, 24, 3, 3)]
+SMALL = (40, 24, 3, 2)
+MIXTURES = [SMALL, (256, 160, 8, 2), (64, 32, 16, 4)]
 
 
 def mixture(hidden: int, inner: int, experts: int, top_k: int, rows: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -430,10 +439,12 @@ def test_experts(rows: int, hidden: int, inner: int, experts: int, top_k: int, d
     assert same_bits(cast, got.to(dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("hidden", "inner", "experts", "top_k"), MIXTURES)
-def test_rows_of_experts_are_exact(hidden: int, inner: int, experts: int, top_k: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "dtype"), cases(MIXTURES, DTYPES, quick=lambda sizes, dtype: sizes == SMALL and dtype == HALF)
+)
+def test_rows_of_experts_are_exact(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
     """Whoever shares a row's experts: few rows or many, rows of NaN, all at one expert."""
+    hidden, inner, experts, top_k = sizes
     x, chosen, weights, gate_up, down = mixture(hidden, inner, experts, top_k, 70, dtype)
     op, activation = Kernel("experts_forward"), ACTIVATIONS[1]
 

@@ -1,6 +1,6 @@
 """Triton's interpreter, made to compute what a GPU computes where it would otherwise be wrong or too kind.
 
-* Products of bfloat16 are products of numbers; unpatched they are products of bit patterns.
+* Constants of bfloat16 exist, and its products are products of numbers; unpatched they are products of bit patterns.
 * Products add up K in ascending order, one matrix instruction's depth after the other, whatever the tile's shape: that
   is what was measured on an H200. Unpatched, bits depend on what the BLAS library does with that shape.
 * Sums, functions and fused multiply-adds of float32 are rounded once; unpatched, the bits of the first two depend on
@@ -8,11 +8,14 @@
 * Rounding to bfloat16 goes to the nearest, and keeps NaN; unpatched it cuts off.
 * What a masked load leaves undefined is NaN or a large number; unpatched it is zero.
 * Scalars can be bounds of a loop with numpy 2.4 as well, which no longer turns arrays of one number into a number.
+* The language is patched once per launch; unpatched, for every call of a function of the kernel, which takes longer
+  than the function.
 * Arguments are not copied onto themselves afterwards, which would touch all of a cache that is only reserved.
 """
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import numpy as np
@@ -45,6 +48,7 @@ def harden() -> None:
     dot, load = InterpreterBuilder.create_dot, InterpreterBuilder.create_masked_load
     unary = InterpreterBuilder.unary_op
     patch_tensor = interpreter._patch_lang_tensor
+    builtins: dict[Any, list[tuple[str, Any]]] = {}
 
     def convert_float(data: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
         if (source, target) == (HALF, FLOAT):
@@ -83,6 +87,9 @@ def harden() -> None:
             return unary(self, arg, op)
         return TensorHandle(op(arg.data.astype(np.float64)).astype(np.float32), arg.dtype.scalar)
 
+    def get_bf16(self: Any, value: float) -> Any:
+        return TensorHandle(narrowed(np.array([value], dtype=np.float32)), HALF)
+
     def create_fma(self: Any, x: Any, y: Any, z: Any) -> Any:
         wide = x.data.astype(np.float64) * y.data + z.data
         return TensorHandle(wide.astype(x.data.dtype), z.dtype.scalar)
@@ -96,9 +103,18 @@ def harden() -> None:
         patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
+    def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
+        if package not in builtins:
+            builtins[package] = [item for item in inspect.getmembers(package) if tl.core.is_builtin(item[1])]
+        for name, member in builtins[package]:
+            if getattr(package, name) is member:  # else an outer call has patched it
+                interpreter._patch_attr(package, name, member, builder, scope)
+
     interpreter._convert_float = convert_float
+    interpreter._patch_builtin = patch_builtin
     interpreter._patch_lang_tensor = patch_lang_tensor
     InterpreterBuilder.unary_op = unary_op
+    InterpreterBuilder.get_bf16 = get_bf16
     InterpreterBuilder.create_fma = create_fma
     ReduceOps.sum = add_up
     InterpreterBuilder.create_dot = create_dot

@@ -6,12 +6,14 @@ Rows are named (request, position), whatever call they are part of, so that resu
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -142,6 +144,13 @@ def replayed(op: Callable[..., Any], inputs: list[Any]) -> Any:
     graph.replay()
     torch.cuda.synchronize()
     return out
+
+
+def cases(*axes: Iterable[Any], quick: Callable[..., bool]) -> list[Any]:
+    """Parameters of a whole matrix, of which those that are not `quick` run with `pytest -m long` only."""
+    return [
+        pytest.param(*values, marks=() if quick(*values) else pytest.mark.long) for values in itertools.product(*axes)
+    ]
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
