@@ -72,9 +72,10 @@ class DeviceState:
     def read(self, slots: Tensor, k: int) -> SlotRows:
         """The state of the requests in `slots` [R], with up to k drafts."""
         rows = self.values[slots]
-        fractions = rows[:, TEMPERATURE:TOKENS].view(torch.float64).float().unbind(1)
+        start, limit, most, seed, top_k = rows[:, START:TEMPERATURE].unbind(1)
+        temperature, top_p, min_p = rows[:, TEMPERATURE:TOKENS].view(torch.float64).float().unbind(1)
         tokens, blocks = rows[:, TOKENS : TOKENS + k + 1], rows[:, self.table :]
-        return SlotRows(*rows[:, START:TEMPERATURE].unbind(1), *fractions, tokens, blocks)
+        return SlotRows(start, limit, most, seed, top_k, temperature, top_p, min_p, tokens, blocks)
 
     def advance(self, slots: Tensor, start: Tensor, tokens: Tensor) -> None:
         """Move requests to `start` [R] (PAD for padding), with their newest token and its drafts [R, k + 1]."""
