@@ -330,7 +330,7 @@ function showServer(stats) {
   $("phases").replaceChildren(...shares.map(([name, share]) => {
     const box = document.createElement("i");
     box.style.width = `${share * 100}%`;
-    box.textContent = share > 0.12 ? `${name} ${Math.round(share * 100)} %` : "";
+    box.textContent = share > 0.22 ? `${name} ${Math.round(share * 100)} %` : share > 0.14 ? name : "";
     box.title = `${name}: ${Math.round(share * 100)} % of the steps' time`;
     return box;
   }));

@@ -63,7 +63,9 @@ export class TokenView {
   /** The last token ended the text and is no part of it. */
   markEnd() { this.spans.at(-1)?.classList.add("end"); }
 
-  count(origin) { return this.tokens.filter((token) => token.origin === origin).length; }
+  count(origin) {
+    return this.tokens.filter((token) => token.origin === origin).length + (origin === "prompt" ? this.before.length : 0);
+  }
   get ids() { return [...this.before, ...this.tokens.map((token) => token.id)]; }
 
   moveTo(index, scroll = true) {
