@@ -425,11 +425,12 @@ def mixed(
     return out
 
 
-@pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("hidden", "inner", "experts", "top_k"), MIXTURES)
-@pytest.mark.parametrize("rows", [1, 4, 33])
-def test_experts(rows: int, hidden: int, inner: int, experts: int, top_k: int, dtype: torch.dtype, exact: bool) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "rows", "dtype", "exact"),
+    cases(MIXTURES, [1, 4, 33, 70], DTYPES, [False, True], quick=lambda sizes, rows, dtype, exact: sizes == SMALL),
+)
+def test_experts(sizes: tuple[int, ...], rows: int, dtype: torch.dtype, exact: bool) -> None:
+    hidden, inner, experts, top_k = sizes
     activation = ACTIVATIONS[rows % 3]
     arguments = mixture(hidden, inner, experts, top_k, rows, dtype)
     got = Kernel("experts_forward")(*arguments, activation, exact)

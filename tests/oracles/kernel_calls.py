@@ -203,10 +203,21 @@ def _rows(model: Geometry, rows: int) -> Iterator[Call]:
                 _op("experts_forward", x, chosen, chosen.float(), up, down, model.activation, exact, dtype),
             )
     if rows <= 16:
+        yield from _steps(model, rows)
         seed, temperature = torch.zeros(rows, dtype=torch.int64), torch.ones(rows)
         for label, greedy in (("greedy", True), ("noise", False)):
             settings = SamplingRows(seed, seed, temperature, None, None, None, None, None, greedy)
             yield "sample", label, _op("sample", empty(rows, model.vocab, dtype=dtype), settings)
+
+
+def _steps(model: Geometry, rows: int) -> Iterator[Call]:
+    """What surrounds the model in a step of requests with four rows each."""
+    n = min(rows, 4)
+    tokens, each = torch.zeros(rows // n, n, dtype=torch.int64), torch.zeros(rows // n, dtype=torch.int64)
+    table = torch.zeros(rows // n, 256, dtype=torch.int64)
+    yield "decode_rows", "", _op("decode_rows", tokens, each, each, table, model.block_size)
+    for label, rates in (("", None), ("coins", torch.zeros(3, dtype=torch.float64))):
+        yield "accept", label, _op("accept", tokens, tokens, each, each, each, rates)
 
 
 def _heads(model: Geometry, rows: int) -> Iterator[Call]:
