@@ -10,7 +10,7 @@ the union of their blocks; what a row did not select leaves its sums untouched.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -18,9 +18,11 @@ import triton.language as tl
 from torch import Tensor
 
 from skipstone.core.batch import Span
-from skipstone.kernels.sparse_gqa_union import UNION_LIMIT, Union, union_of_rows
+from skipstone.errors import ShapeError
+from skipstone.kernels.gemm import is_hip
+from skipstone.kernels.sparse_gqa_prefill import MOST_DECODE_ROWS, prefill
+from skipstone.kernels.sparse_gqa_union import LOG2_E, Union, most_rows, union_of_rows
 
-LOG2_E = 1.4426950408889634
 FULL_GRID = 128  # programs that keep the GPU busy: about one per multiprocessor of an H200
 MOST_SPLIT_ROWS = 4096  # rows times KV heads of a call that is split, at most
 
@@ -34,22 +36,11 @@ class Config(NamedTuple):
     stages: int
 
 
-def config(dtype: torch.dtype, unit: int, width: int, shared: int, split: bool) -> Config:
-    """Tiles for caches of `dtype` and head size `width` on a GPU with `shared` bytes of shared memory per program."""
+def config(dtype: torch.dtype, unit: int, split: bool, hip: bool) -> Config:
+    """Tiles for caches of `dtype` and blocks of `unit` tokens, for whole rows or rows split over programs."""
     if dtype == torch.float32:
         return Config(16, min(unit & -unit, 16), 4, 1)
-    keys = min(unit & -unit, 64)
-    tile = 2 * keys * width * dtype.itemsize
-    return Config(64, keys, 4, max(1, min(2 if split else 3, (shared - 64 * width * dtype.itemsize) // tile)))
-
-
-@cache
-def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one program may use; on the CPU (interpreter) those of a small GPU."""
-    if device.type != "cuda":
-        return 1 << 16
-    properties: Any = torch.cuda.get_device_properties(device)
-    return int(properties.shared_memory_per_block_optin) if torch.version.hip is None else 1 << 16
+    return Config(64, min(unit & -unit, 64), 4, 2 if split or hip else 3)
 
 
 @cache
@@ -70,6 +61,11 @@ def sparse_gqa(
     ascending then PAD. Returns [T, H, D]; a row without keys (position -1) gives zeros.
     """
     requests, n = span.positions.shape
+    width = q.shape[2]
+    if width & (width - 1) or not 16 <= width <= 256:
+        raise ShapeError(f"head width {width}: the kernel takes powers of two from 16 to 256; use the plain-torch op")
+    if n > MOST_DECODE_ROWS and not exact and most_rows(indices.shape[2]) > 1:
+        return prefill(q, k_cache, v_cache, indices, unit, span, scale)
     rows_each, splits = plan(requests, n, indices.shape[1], indices.shape[2], q.shape[1], unit, q.dtype)
     return attend(q, k_cache, v_cache, indices, unit, span, scale, rows_each, splits)
 
@@ -79,15 +75,13 @@ def plan(
 ) -> tuple[int, int]:
     """Rows per program and programs per row, from counts that are known when a graph is captured."""
     group = triton.next_power_of_2(heads // kv_heads)
-    rows = 16 if dtype == torch.float32 else 64
-    most = min(rows // group, triton.next_power_of_2(n), UNION_LIMIT // triton.next_power_of_2(budget))
-    while most > 1 and requests * kv_heads * triton.cdiv(n, most) < FULL_GRID:
-        most //= 2
-    rows_each = max(most, 1)
-    programs = requests * kv_heads * triton.cdiv(n, rows_each)
-    if rows_each > 1 or programs >= FULL_GRID:
-        return rows_each, 1
-    return 1, max(1, min(budget, triton.next_power_of_2(triton.cdiv(FULL_GRID, programs))))
+    shared = min(config(dtype, unit, False, False).heads // group, triton.next_power_of_2(n), most_rows(budget))
+    if requests * kv_heads * triton.cdiv(n, shared) >= FULL_GRID:
+        return shared, 1
+    programs = requests * kv_heads * n
+    if programs >= FULL_GRID:
+        return 1, 1
+    return 1, min(budget, 1 << (2 * FULL_GRID // programs).bit_length() - 1)
 
 
 def attend(
@@ -101,20 +95,22 @@ def attend(
     rows_each: int,
     splits: int,
     tiles: Config | None = None,
-    merge_apart: bool = False,
 ) -> Tensor:
     """`sparse_gqa` with a given number of rows per program and of programs per row."""
     requests, n = span.positions.shape
     rows, heads, width = q.shape
     kv_heads, budget = indices.shape[1:]
     group = heads // kv_heads
-    tiles = tiles or config(k_cache.dtype, unit, width, shared_memory(q.device), splits > 1)
+    tiles = tiles or config(k_cache.dtype, unit, splits > 1, is_hip())
     out = torch.empty_like(q)
-    parts = budget * (unit // tiles.keys)
-    saved = rows * kv_heads * parts * group if splits > 1 else 0
+    saved = rows * kv_heads * budget * group if splits > 1 else 0
     part_out = torch.empty(max(saved * width, 1), dtype=torch.float32, device=q.device)
     part_max, part_sum = torch.empty(2, max(saved, 1), dtype=torch.float32, device=q.device)
-    union = union_of_rows(indices, unit, span, rows_each, k_cache.shape[2]) if rows_each > 1 else Union(*[indices] * 5)
+    union = (
+        union_of_rows(indices, unit, span, rows_each, k_cache.shape[2], False)
+        if rows_each > 1
+        else Union(*[indices] * 5)
+    )
     constants = {
         "KV_HEADS": kv_heads,
         "GROUP": group,
@@ -122,8 +118,6 @@ def attend(
         "WIDTH": width,
         "BUDGET": budget,
         "BUDGET_PAD": triton.next_power_of_2(budget),
-        "UNIT": unit,
-        "KEYS": tiles.keys,
     }
     row_tiles = triton.cdiv(n, rows_each)
     _attend_kernel[(requests * kv_heads * splits * row_tiles,)](
@@ -133,7 +127,7 @@ def attend(
         out,
         indices,
         *union,
-        span.positions,
+        span.positions.contiguous(),
         span.block_table,
         part_out,
         part_max,
@@ -143,34 +137,34 @@ def attend(
         span.block_table.stride(0),
         scale * LOG2_E,
         splits,
+        UNIT=unit,
+        KEYS=tiles.keys,
         BLOCK_SIZE=k_cache.shape[2],
         ROWS=rows_each,
         HEADS=tiles.heads,
         SPLIT=splits > 1,
-        MERGE=splits > 1 and not merge_apart,
         **constants,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
         enable_fp_fusion=False,
     )
-    if splits > 1 and merge_apart:
-        _merge_kernel[(rows * kv_heads,)](
-            out, indices, span.positions, part_out, part_max, part_sum, **constants, num_warps=4, enable_fp_fusion=False
-        )
     return out
 
 
 @triton.jit
-def _tile(q, k, v, limit, key, scale):
-    """Partial result of one tile of keys: maximum, sum and unscaled output of each row of `q`."""
+def _add_tile(q, k, v, top, total, acc, limit, key, scale, fresh):
+    """Add one tile of keys to the partial result of its block; with `fresh` it is the block's first."""
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     scores = tl.where(key[None, :] <= limit[:, None], scores, float("-inf"))
-    part_max = tl.max(scores, axis=1) * scale
-    base = tl.where(part_max == float("-inf"), 0.0, part_max)
+    new_top = tl.max(scores, axis=1) * scale
+    new_top = tl.where(fresh, new_top, tl.maximum(top, new_top))
+    base = tl.where(new_top == float("-inf"), 0.0, new_top)
     weights = tl.exp2(tl.fma(scores, scale, -base[:, None]))
-    part_sum = tl.sum(weights, axis=1)
-    part = tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-    return part_max, part_sum, part
+    old = tl.exp2(top - base)
+    total = tl.where(fresh, 0.0, total * old) + tl.sum(weights, axis=1)
+    acc = tl.where(fresh, 0.0, acc * old[:, None])
+    acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
+    return new_top, total, acc
 
 
 @triton.jit
@@ -187,54 +181,32 @@ def _combine(top, total, acc, part_max, part_sum, part):
 
 @triton.jit
 def _merge(
-    out_ptr, part_out_ptr, part_max_ptr, part_sum_ptr, row, kv_head, parts,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
+    out_ptr, part_out_ptr, part_max_ptr, part_sum_ptr, row, kv_head, h, parts,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, BUDGET: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """Add up the partial results of one row and KV head and write its output."""
-    h = tl.arange(0, GROUP_PAD)
+    """Add up the partial results of heads `h` of one row and KV head and write their output."""
     d = tl.arange(0, WIDTH)
     real = h < GROUP
-    place = (row * KV_HEADS + kv_head) * PARTS * GROUP + h
-    top = tl.full([GROUP_PAD], float("-inf"), tl.float32)
-    total = tl.zeros([GROUP_PAD], tl.float32)
-    acc = tl.zeros([GROUP_PAD, WIDTH], tl.float32)
-    for part in tl.range(0, parts, num_stages=4):
-        at = place + part * GROUP
-        part_max = tl.load(part_max_ptr + at, mask=real, other=float("-inf"), cache_modifier=".cg")
-        part_sum = tl.load(part_sum_ptr + at, mask=real, other=0.0, cache_modifier=".cg")
-        part_out = tl.load(part_out_ptr + at[:, None] * WIDTH + d, mask=real[:, None], other=0.0, cache_modifier=".cg")
-        top, total, acc = _combine(top, total, acc, part_max, part_sum, part_out)
+    place = (row * KV_HEADS + kv_head) * BUDGET * GROUP + h
+    top = tl.full(h.shape, float("-inf"), tl.float32)
+    total = tl.zeros(h.shape, tl.float32)
+    acc = tl.zeros([h.shape[0], WIDTH], tl.float32)
+    for first in range(0, parts, TOGETHER):
+        for i in tl.static_range(TOGETHER):  # unrolled, so that the loads of several parts overlap
+            part = first + i
+            here = real & (part < parts)
+            at = place + part * GROUP
+            part_max = tl.load(part_max_ptr + at, mask=here, other=float("-inf"), cache_modifier=".cg")
+            part_sum = tl.load(part_sum_ptr + at, mask=here, other=0.0, cache_modifier=".cg")
+            part_at = part_out_ptr + at[:, None] * WIDTH + d
+            part_out = tl.load(part_at, mask=here[:, None], other=0.0, cache_modifier=".cg")
+            new_top, new_total, new_acc = _combine(top, total, acc, part_max, part_sum, part_out)
+            top = tl.where(here, new_top, top)
+            total = tl.where(here, new_total, total)
+            acc = tl.where(here[:, None], new_acc, acc)
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     to = (row * KV_HEADS + kv_head) * GROUP + h
     tl.store(out_ptr + to[:, None] * WIDTH + d, acc.to(out_ptr.dtype.element_ty), mask=real[:, None])
-
-
-@triton.jit
-def _merge_kernel(
-    out_ptr,  # [T, H, D]
-    indices_ptr,  # [T, G, S]
-    positions_ptr,  # [T]
-    part_out_ptr,  # [T, G, S * tiles, group, D] float32
-    part_max_ptr,  # [T, G, S * tiles, group] float32
-    part_sum_ptr,  # as part_max
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUP_PAD: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BUDGET: tl.constexpr,
-    BUDGET_PAD: tl.constexpr,
-    UNIT: tl.constexpr,
-    KEYS: tl.constexpr,
-):
-    pid = tl.program_id(0).to(tl.int64)
-    entry = tl.arange(0, BUDGET_PAD)
-    chosen = tl.load(indices_ptr + pid * BUDGET + entry, mask=entry < BUDGET, other=-1)
-    parts = tl.sum((chosen >= 0).to(tl.int32)) * (UNIT // KEYS)
-    parts = tl.where(tl.load(positions_ptr + pid // KV_HEADS) >= 0, parts, 0)
-    _merge(
-        out_ptr, part_out_ptr, part_max_ptr, part_sum_ptr, pid // KV_HEADS, pid % KV_HEADS, parts,
-        KV_HEADS, GROUP, GROUP_PAD, WIDTH, BUDGET * (UNIT // KEYS),
-    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["n", "table_stride", "splits"])
@@ -271,7 +243,6 @@ def _attend_kernel(
     ROWS: tl.constexpr,
     HEADS: tl.constexpr,
     SPLIT: tl.constexpr,
-    MERGE: tl.constexpr,
 ):
     TILES: tl.constexpr = UNIT // KEYS
     PER_BLOCK: tl.constexpr = BLOCK_SIZE // UNIT
@@ -312,13 +283,16 @@ def _attend_kernel(
     first = 0
     last = count * TILES
     if SPLIT:
-        share = (BUDGET * TILES + splits - 1) // splits
+        share = (BUDGET + splits - 1) // splits * TILES
         first = split * share
         last = tl.minimum(last, first + share)
 
     top = tl.full([HEADS], float("-inf"), tl.float32)
     total = tl.zeros([HEADS], tl.float32)
     acc = tl.zeros([HEADS, WIDTH], tl.float32)
+    part_max = top
+    part_sum = total
+    part = acc
     # The next block's place is read one round ahead: its latency hides behind the keys of this one.
     block, page, chosen_by = _entry(
         list_ptr, page_ptr, rows_ptr, table_ptr, first // TILES, first < last, PER_BLOCK, ROWS > 1
@@ -334,31 +308,30 @@ def _attend_kernel(
         block, page, chosen_by = _entry(
             list_ptr, page_ptr, rows_ptr, table_ptr, (i + 1) // TILES, i + 1 < last, PER_BLOCK, ROWS > 1
         )
-        part_max, part_sum, part = _tile(q, k, v, limit, key, scale)
-        if SPLIT:
-            saved = ((row * KV_HEADS + kv_head) * (BUDGET * TILES) + i) * GROUP + m % GROUP_PAD
-            tl.store(part_max_ptr + saved, part_max, mask=real)
-            tl.store(part_sum_ptr + saved, part_sum, mask=real)
-            tl.store(part_out_ptr + saved[:, None] * WIDTH + d, part, mask=real[:, None])
-        elif ROWS == 1:
-            top, total, acc = _combine(top, total, acc, part_max, part_sum, part)
-        else:
-            new_top, new_total, new_acc = _combine(top, total, acc, part_max, part_sum, part)
-            top = tl.where(selects, new_top, top)
-            total = tl.where(selects, new_total, total)
-            acc = tl.where(selects[:, None], new_acc, acc)
+        part_max, part_sum, part = _add_tile(q, k, v, part_max, part_sum, part, limit, key, scale, i % TILES == 0)
+        if i % TILES == TILES - 1:
+            if SPLIT:
+                saved = ((row * KV_HEADS + kv_head) * BUDGET + i // TILES) * GROUP + m % GROUP_PAD
+                tl.store(part_max_ptr + saved, part_max, mask=real)
+                tl.store(part_sum_ptr + saved, part_sum, mask=real)
+                tl.store(part_out_ptr + saved[:, None] * WIDTH + d, part, mask=real[:, None])
+            else:
+                new_top, new_total, new_acc = _combine(top, total, acc, part_max, part_sum, part)
+                top = tl.where(selects, new_top, top)
+                total = tl.where(selects, new_total, total)
+                acc = tl.where(selects[:, None], new_acc, acc)
 
     if not SPLIT:
         acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         tl.store(out_ptr + head_place[:, None] * WIDTH + d, acc.to(out_ptr.dtype.element_ty), mask=real[:, None])
-    if MERGE:
+    if SPLIT:
         tl.debug_barrier()  # every thread's partials come before the count
         group_id = pid // (row_tiles * splits) * row_tiles + row_tile
         if tl.atomic_add(arrived_ptr + group_id, 1, sem="acq_rel", scope="gpu") == splits - 1:
             tl.store(arrived_ptr + group_id, 0)
             _merge(
-                out_ptr, part_out_ptr, part_max_ptr, part_sum_ptr, request * n + row_tile, kv_head, count * TILES,
-                KV_HEADS, GROUP, GROUP_PAD, WIDTH, BUDGET * TILES,
+                out_ptr, part_out_ptr, part_max_ptr, part_sum_ptr, request * n + row_tile, kv_head,
+                tl.arange(0, GROUP_PAD), count, KV_HEADS, GROUP, WIDTH, BUDGET, 4,
             )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from skipstone.core.batch import Span
-from skipstone.kernels.sparse_gqa_union import Union, _chosen
+from skipstone.kernels.sparse_gqa_union import LOG2_E, Union, chosen_blocks
 
 
 class BlockConfig(NamedTuple):
@@ -25,7 +25,14 @@ class BlockConfig(NamedTuple):
     repeat: int  # tiles of one program, which share the keys and values that it holds
     warps: int
     stages: int
-    chunk: int  # rows whose partial outputs are kept at a time
+    scratch: int = 1 << 29  # bytes of partial outputs that are kept at a time
+
+
+def block_config(dtype: torch.dtype, group: int, hip: bool) -> BlockConfig:
+    """Tiles for caches of `dtype` and groups of `group` heads."""
+    heads = 16 if dtype == torch.float32 else 64
+    single = hip or dtype == torch.float32
+    return BlockConfig(heads // triton.next_power_of_2(group), 8, 4, 1 if single else 2)
 
 
 def attend_by_blocks(
@@ -49,7 +56,8 @@ def attend_by_blocks(
     units = span.block_table.shape[1] * (k_cache.shape[2] // unit)
     buckets = requests * units * kv_heads
     all_tiles = requests * triton.cdiv(n, tile_rows)
-    chunk_tiles = min(all_tiles, max(1, tiles.chunk // tile_rows))
+    row_bytes = kv_heads * budget * group * width * q.element_size()
+    chunk_tiles = min(all_tiles, max(1, tiles.scratch // (row_bytes * tile_rows)))
     capacity = min(chunk_tiles, triton.cdiv(n, tile_rows)) * tile_rows
     per_program = tiles.rows * tiles.repeat
     programs = triton.cdiv(chunk_tiles * tile_rows * budget * kv_heads, per_program) + buckets
@@ -72,7 +80,7 @@ def attend_by_blocks(
         _schedule_kernel[(1,)](counts[chunk], work, buckets, programs, PER_PROGRAM=per_program, BLOCK=1024)
         _block_kernel[(programs,)](
             q, k_cache, v_cache, span.positions, span.block_table, reach, counts[chunk], lists, work, parts, weights,
-            n, first, units, capacity, programs, span.block_table.stride(0), scale * 1.4426950408889634,
+            n, first, units, capacity, programs, span.block_table.stride(0), scale * LOG2_E,
             **shape, **heads, UNIT=unit, BLOCK_SIZE=k_cache.shape[2], BLOCK_ROWS=tiles.rows, REPEAT=tiles.repeat,
             num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
@@ -107,7 +115,7 @@ def _register_kernel(
     row_tiles = (n + ROWS - 1) // ROWS
     request = (tile // row_tiles).to(tl.int64)
     entry = tl.arange(0, ROWS * BUDGET_PAD)
-    block = _chosen(
+    block = chosen_blocks(
         indices_ptr, positions_ptr, request, tile % row_tiles, kv_head, n, entry, KV_HEADS, BUDGET, BUDGET_PAD, ROWS
     )
     bucket = (request * units + block) * KV_HEADS + kv_head

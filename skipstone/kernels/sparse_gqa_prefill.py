@@ -12,12 +12,13 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from skipstone.core.batch import Span
-from skipstone.kernels.sparse_gqa_blocks import BlockConfig, attend_by_blocks
-from skipstone.kernels.sparse_gqa_union import union_of_rows
+from skipstone.kernels.sparse_gqa_blocks import BlockConfig, attend_by_blocks, block_config
+from skipstone.kernels.sparse_gqa_union import LOG2_E, most_rows, union_of_rows
 
-LOG2_E = 1.4426950408889634
+MOST_DECODE_ROWS = 8  # rows per request of decoding and verification; longer runs are chunks of prompts
 NO_LIMIT = 1 << 30
 
 
@@ -25,15 +26,34 @@ class PrefillConfig(NamedTuple):
     """Tile shape and launch parameters."""
 
     rows: int  # query rows of a tile, a power of two
+    heads: int  # rows of a matrix product: query rows times the heads of a group
     keys: int
     warps: int
     stages: int
+    registers: int | None  # per thread: fewer let more programs run at once
+    descriptors: bool  # whether keys and values are loaded through tensor descriptors
 
 
-def config(dtype: torch.dtype, unit: int, width: int, group: int, shared: int) -> PrefillConfig:
-    """Tiles for caches of `dtype` and head size `width` on a GPU with `shared` bytes of shared memory per program."""
+def config(dtype: torch.dtype, unit: int, group: int, budget: int, device: str, hip: bool) -> PrefillConfig:
+    """Tiles for caches of `dtype`, blocks of `unit` tokens, groups of `group` heads and `budget` blocks per row."""
+    heads = 16 if dtype == torch.float32 else 64
+    rows = min(heads // triton.next_power_of_2(group), most_rows(budget))
+    if dtype == torch.float32:
+        return PrefillConfig(rows, heads, min(unit & -unit, 16), 4, 1, None, False)
     keys = min(unit & -unit, 64)
-    return PrefillConfig(max(1, 64 // group), keys, 4, 3)
+    if hip or device != "cuda":
+        return PrefillConfig(rows, heads, keys, 4, 2, None, False)
+    return PrefillConfig(rows, heads, keys, 4, 3, 168, True)
+
+
+def block_limit(rows: int, budget: int, unit: int, table_tokens: int) -> int:
+    """The largest union of a tile that is still walked by tiles; NO_LIMIT where walking blocks cannot pay.
+
+    Measured with 4 rows of 16 blocks on an H200: the two orders break even at about 44 of at most 64 blocks, which
+    rows that share nothing exceed only when there are many more blocks to choose from.
+    """
+    long = table_tokens > 6 * budget * unit
+    return rows * budget * 11 // 16 if long and unit & (unit - 1) == 0 and 16 <= unit <= 128 else NO_LIMIT
 
 
 def prefill(
@@ -44,39 +64,33 @@ def prefill(
     unit: int,
     span: Span,
     scale: float,
-    tiles: PrefillConfig,
+    tiles: PrefillConfig | None = None,
     blocks: BlockConfig | None = None,
-    limit: int = NO_LIMIT,
+    limit: int | None = None,
 ) -> Tensor:
-    """`sparse_gqa` by tiles of rows; see there for the shapes."""
+    """`sparse_gqa` by tiles of rows; see there for the shapes. The last arguments replace what would be chosen."""
     requests, n = span.positions.shape
     kv_heads, budget = indices.shape[1:]
-    group = q.shape[1] // kv_heads
+    group, width = q.shape[1] // kv_heads, q.shape[2]
+    hip = torch.version.hip is not None
+    tiles = tiles or config(k_cache.dtype, unit, group, budget, q.device.type, hip)
+    if limit is None:
+        limit = block_limit(tiles.rows, budget, unit, span.block_table.shape[1] * k_cache.shape[2])
+    q = q.contiguous()
     out = torch.empty_like(q)
-    union = union_of_rows(indices, unit, span, tiles.rows, k_cache.shape[2], full_first=True)
+    union = union_of_rows(indices, unit, span, tiles.rows, k_cache.shape[2], True)
+    keys, values = k_cache, v_cache
+    if tiles.descriptors:
+        keys, values = (TensorDescriptor.from_tensor(c.view(-1, width), [tiles.keys, width]) for c in (keys, values))
     _prefill_kernel[(requests * triton.cdiv(n, tiles.rows) * kv_heads,)](
-        q,
-        k_cache,
-        v_cache,
-        out,
-        *union,
-        span.positions,
-        n,
-        scale * LOG2_E,
-        limit,
-        KV_HEADS=kv_heads,
-        GROUP=group,
-        GROUP_PAD=triton.next_power_of_2(group),
-        WIDTH=q.shape[2],
-        BUDGET_PAD=triton.next_power_of_2(budget),
-        UNIT=unit,
-        KEYS=tiles.keys,
-        BLOCK_SIZE=k_cache.shape[2],
-        ROWS=tiles.rows,
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
-    )
-    if blocks is not None:
+        q, k_cache, v_cache, keys, values, out, *union, span.positions, n, scale * LOG2_E, limit,
+        KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=triton.next_power_of_2(group), WIDTH=width,
+        BUDGET_PAD=triton.next_power_of_2(budget), UNIT=unit, KEYS=tiles.keys, BLOCK_SIZE=k_cache.shape[2],
+        ROWS=tiles.rows, HEADS=tiles.heads, DESCRIPTORS=tiles.descriptors, num_warps=tiles.warps,
+        num_stages=tiles.stages, **({} if tiles.registers is None else {"maxnreg": tiles.registers}),
+    )  # fmt: skip
+    if limit != NO_LIMIT:
+        blocks = blocks or block_config(k_cache.dtype, group, hip)
         attend_by_blocks(q, k_cache, v_cache, out, indices, unit, span, scale, union, tiles.rows, limit, blocks)
     return out
 
@@ -101,6 +115,8 @@ def _prefill_kernel(
     q_ptr,  # [T, H, D]
     k_ptr,  # [num_blocks, G, block_size, D]
     v_ptr,  # as k
+    k_rows,  # the caches as tensor descriptors of [rows, D], or again as pointers
+    v_rows,
     out_ptr,  # [T, H, D]
     block_ptr,  # see Union
     page_ptr,
@@ -120,9 +136,10 @@ def _prefill_kernel(
     KEYS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
+    HEADS: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
 ):
     TILES: tl.constexpr = UNIT // KEYS
-    HEADS: tl.constexpr = ROWS * GROUP_PAD
     pid = tl.program_id(0)
     row_tiles = (n + ROWS - 1) // ROWS
     # Neighbouring tiles of one head run side by side, as they read much the same blocks; the longest come first.
@@ -138,7 +155,7 @@ def _prefill_kernel(
     m = tl.arange(0, HEADS)
     member = m // GROUP_PAD
     local_row = row_tile * ROWS + member
-    real = (local_row < n) & (m % GROUP_PAD < GROUP)
+    real = (member < ROWS) & (local_row < n) & (m % GROUP_PAD < GROUP)
     row = request * n + local_row
     d = tl.arange(0, WIDTH)
     key = tl.arange(0, KEYS)
@@ -158,9 +175,13 @@ def _prefill_kernel(
     page = tl.load(page_ptr + entries, mask=count > 0, other=0).to(tl.int64)
     for i in range(full):
         start = (block * UNIT + i % TILES * KEYS) % BLOCK_SIZE
-        place = ((page * KV_HEADS + kv_head) * BLOCK_SIZE + start) * WIDTH
-        k = tl.load(k_ptr + place + at)
-        v = tl.load(v_ptr + place + at)
+        place = (page * KV_HEADS + kv_head) * BLOCK_SIZE + start
+        if DESCRIPTORS:
+            k = k_rows.load([place.to(tl.int32), 0])
+            v = v_rows.load([place.to(tl.int32), 0])
+        else:
+            k = tl.load(k_ptr + place * WIDTH + at)
+            v = tl.load(v_ptr + place * WIDTH + at)
         following = entries + (i + 1) // TILES
         block = tl.load(block_ptr + following, mask=i + 1 < count, other=0)
         page = tl.load(page_ptr + following, mask=i + 1 < count, other=0).to(tl.int64)

@@ -11,7 +11,13 @@ from torch import Tensor
 
 from skipstone.core.batch import Span
 
+LOG2_E = 1.4426950408889634
 UNION_LIMIT = 128  # selected blocks of all rows of a tile, at most: every pair of them is compared
+
+
+def most_rows(budget: int) -> int:
+    """How many rows of `budget` blocks a union takes; they must fit the bits of an int32."""
+    return max(1, min(16, UNION_LIMIT // triton.next_power_of_2(budget)))
 
 
 class Union(NamedTuple):
@@ -27,9 +33,7 @@ class Union(NamedTuple):
     full: Tensor  # [R, row tiles, G]: how many come first because every row needs all of them
 
 
-def union_of_rows(
-    indices: Tensor, unit: int, span: Span, rows_each: int, block_size: int, full_first: bool = False
-) -> Union:
+def union_of_rows(indices: Tensor, unit: int, span: Span, rows_each: int, block_size: int, full_first: bool) -> Union:
     """Unions over tiles of `rows_each` (a power of two) rows of a request. indices [T, G, S]: see Selection.
 
     Padding rows select nothing. Entries past the count hold anything.
@@ -61,7 +65,7 @@ def union_of_rows(
 
 
 @triton.jit
-def _chosen(indices_ptr, positions_ptr, request, row_tile, kv_head, n, entry,
+def chosen_blocks(indices_ptr, positions_ptr, request, row_tile, kv_head, n, entry,
             KV_HEADS: tl.constexpr, BUDGET: tl.constexpr, BUDGET_PAD: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """Block ids of a tile's entries (row-major), -1 where a row has none."""
     row = row_tile * ROWS + entry // BUDGET_PAD
@@ -99,7 +103,9 @@ def _union_kernel(
     ENTRIES: tl.constexpr = ROWS * BUDGET_PAD
     entry = tl.arange(0, ENTRIES)
     column = tl.arange(0, BUDGET_PAD)
-    mine = _chosen(indices_ptr, positions_ptr, request, row_tile, kv_head, n, entry, KV_HEADS, BUDGET, BUDGET_PAD, ROWS)
+    mine = chosen_blocks(
+        indices_ptr, positions_ptr, request, row_tile, kv_head, n, entry, KV_HEADS, BUDGET, BUDGET_PAD, ROWS
+    )
     earlier = entry // BUDGET_PAD
     at = row_tile * ROWS + tl.arange(0, ROWS)
     position = tl.load(positions_ptr + request * n + at, mask=at < n, other=-1).to(tl.int32)
@@ -110,7 +116,7 @@ def _union_kernel(
     rows = tl.zeros([ENTRIES], tl.int32)
     repeats = tl.zeros([ENTRIES], tl.int32)
     for r in range(ROWS):
-        other = _chosen(
+        other = chosen_blocks(
             indices_ptr, positions_ptr, request, row_tile, kv_head, n, r * BUDGET_PAD + column,
             KV_HEADS, BUDGET, BUDGET_PAD, ROWS,
         )  # fmt: skip
@@ -122,7 +128,7 @@ def _union_kernel(
     rank = tl.zeros([ENTRIES], tl.int32)
     # An entry's place: how many blocks, each counted at its first row, come before it.
     for r in range(ROWS):
-        other = _chosen(
+        other = chosen_blocks(
             indices_ptr, positions_ptr, request, row_tile, kv_head, n, r * BUDGET_PAD + column,
             KV_HEADS, BUDGET, BUDGET_PAD, ROWS,
         )  # fmt: skip
