@@ -9,7 +9,7 @@ from torch import Tensor
 
 from skipstone.core.batch import PAD, SPARE_BLOCK, ZERO_BLOCK
 from skipstone.kernels.reference.decode import UNIFORM_STREAM, Accepted, DecodeRows
-from skipstone.kernels.sampling import _gumbel
+from skipstone.kernels.sampling import _gumbel, _noise_bits
 
 NONE = tl.constexpr(PAD)
 SPARE = tl.constexpr(SPARE_BLOCK)
@@ -155,7 +155,7 @@ def _accept_kernel(
     if RATES > 0:
         rate = tl.load(rate_ptr + tl.minimum(column, RATES - 1))
         seed = tl.load(seed_ptr + request * seed_stride)
-        gumbel = _gumbel(seed ^ COIN_STREAM, start + column + 1, tl.zeros([1], tl.int64))
+        gumbel = _gumbel(_noise_bits(seed ^ COIN_STREAM, start + column + 1, tl.zeros([1], tl.int64)))
         coin = tl.exp(-tl.exp(-gumbel.to(tl.float64)))
         match = (coin < rate) & (draft >= 0)
     else:
