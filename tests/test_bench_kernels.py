@@ -18,11 +18,12 @@ from skipstone.kernels.reference.attention import sparse_gqa
 from skipstone.kernels.reference.select import block_select
 from skipstone.registry import KERNELS
 from skipstone.serve import cli
-from skipstone.tools import kernel_peer
+from skipstone.tools import kernel_cells, kernel_peer, kernel_run
 from skipstone.tools.bench_kernels import _line
+from skipstone.tools.gpu_timing import Timing
 from skipstone.tools.kernel_cells import CELLS, Cell
 from skipstone.tools.kernel_peer import Peer, load_peer
-from skipstone.tools.kernel_run import Measured
+from skipstone.tools.kernel_run import Ceilings, Measured
 from skipstone.tools.op_inputs import SMALL, Inputs, Load
 from skipstone.tools.op_run import arguments, make_case
 
@@ -92,6 +93,45 @@ def test_bytes_of_selected_blocks() -> None:
 def test_requests_have_their_own_blocks() -> None:
     span, blocks = Inputs(SMALL, Load(3, 1, 100), torch.float32, CPU, 1, False).span(32, 4)
     assert sorted(span.block_table.flatten().tolist()) == list(range(FIRST_BLOCK, blocks)) and blocks == 14
+
+
+@pytest.fixture
+def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small cells measured here, with the references in place of the kernels and a clock that says 10 us."""
+    load = KERNELS.load
+    monkeypatch.setattr(KERNELS, "load", lambda name: load(name.replace("/triton", "/reference")))
+    for module in (kernel_run, kernel_cells):
+        monkeypatch.setattr(module, "RELEASES", SMALL)
+    monkeypatch.setattr(kernel_run, "DEVICE", CPU)
+    monkeypatch.setattr(kernel_run, "DTYPE", torch.float32)
+    monkeypatch.setattr(
+        kernel_run, "time_calls", lambda calls, rounds: [call() for call in calls] and Timing(10.0, 0.01)
+    )
+    kernel_run.check.cache_clear()
+
+
+@pytest.mark.usefixtures("on_a_cpu")
+@pytest.mark.parametrize("op", ["sparse_gqa", "norm_rotate_store", "experts_forward", "add_rms_norm"])
+def test_a_cell_is_measured(op: str) -> None:
+    found = kernel_run.measure(Cell("x", op, Load(2, 2, 150)), Ceilings(1e9, 1e12), 3, None)
+    assert found.failure is None and found.exact_us == found.fast_us == 10.0
+    assert found.has_exact == (op in ("sparse_gqa", "experts_forward"))
+    assert found.share == found.floor_us / 10.0 > 0 and found.error < 1e-5 and found.peer_us is None
+
+
+@pytest.mark.usefixtures("on_a_cpu")
+def test_what_fails_is_reported(monkeypatch: pytest.MonkeyPatch, peer: Peer) -> None:
+    cell, limits = Cell("x", "sparse_gqa", Load(2, 2, 150)), Ceilings(1e9, 1e12)
+    assert kernel_run.measure(cell, limits, 3, peer).peer_us == 10.0
+    peer.attention.minimax_m3_sparse_attn_decode = lambda *args: args[7].zero_()
+    found = kernel_run.measure(cell, limits, 3, peer)
+    assert found.exact_us == 10.0 and str(found.failure).startswith("peer: ")
+    load = KERNELS.load
+    monkeypatch.setattr(
+        KERNELS, "load", lambda name: (lambda *args: 1 / 0) if name == "sparse_gqa/triton" else load(name)
+    )
+    kernel_run.check.cache_clear()
+    assert "ZeroDivisionError" in str(kernel_run.measure(cell, limits, 3, None).failure)
 
 
 def test_lines() -> None:

@@ -25,6 +25,7 @@ ROTATED = 180e6  # bytes that a turn through the inputs reads at the least: thre
 MOST_INPUTS = 64
 ROOM = 20e9  # bytes for all inputs of a cell
 DTYPE = torch.bfloat16
+DEVICE = torch.device("cuda")
 
 
 class Ceilings(NamedTuple):
@@ -59,7 +60,7 @@ def ceilings() -> Ceilings:
 
 def make(cell: Cell, seed: int) -> OpCase:
     """Inputs of a cell."""
-    inputs = Inputs(RELEASES, cell.load, DTYPE, torch.device("cuda"), seed, whole=False)
+    inputs = Inputs(RELEASES, cell.load, DTYPE, DEVICE, seed, whole=False)
     return OP_CASES[cell.op](inputs, **dict(cell.options))
 
 
@@ -95,7 +96,7 @@ def calls(cases: list[OpCase], op: Callable[..., Any], exact: bool) -> list[Call
 def check(op: str, cell: Cell) -> tuple[float, str | None]:
     """Relative error of a smaller call, and what is wrong with it."""
     sizes, load = cell.check_sizes()
-    case = make_case(op, sizes, load, DTYPE, torch.device("cuda"), **dict(cell.options))
+    case = make_case(op, sizes, load, DTYPE, DEVICE, **dict(cell.options))
     expected = reference_results(op, case)
     found = [distance(results(case, KERNELS.load(f"{op}/triton"), exact), expected) for exact in (True, False)]
     failures = [text for item in found if (text := item.failure(DTYPE))]
