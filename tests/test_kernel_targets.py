@@ -97,10 +97,11 @@ few registers spill: above {limit} bytes per thread. This table is written by
 
     PYTHONPATH=tests python tests/test_kernel_targets.py
 
-Each kernel is compiled for the calls of MiniMax-M3, DeepSeek-V3.2 and the demos in bfloat16 and float32: decoding 4
-requests, verifying 3 drafts of each, and a chunk of 512 rows, exact and not. An entry is the largest value over all
-of them: registers per thread / bytes spilled per thread / KiB of shared memory per program. On AMD the registers are
-vector and accumulation registers together.
+Without arguments it compiles the calls of MiniMax-M3, DeepSeek-V3.2 and the demos in bfloat16 and float32: decoding 4
+requests, verifying 3 drafts of each, and a chunk of 512 rows, exact and not. The numbers below are from: {geometries}
+(`short`: M3 verifying and a chunk, exact, and what only V3.2 has). An entry is the largest value over all calls:
+registers per thread / bytes spilled per thread / KiB of shared memory per program. On AMD the registers are vector and
+accumulation registers together. A dash: none of these calls launches the kernel.
 
 | limit | {targets} |
 |---|{rule}
@@ -116,11 +117,12 @@ def largest(records: list[dict[str, Any]], key: str) -> int:
     return max(record[key] for record in records)
 
 
-def document(found: dict[str, list[dict[str, Any]]]) -> str:
+def document(found: dict[str, list[dict[str, Any]]], geometries: list[str]) -> str:
     """docs/kernels.md from the records of each target."""
     limits = TARGETS.values()
     text = INTRODUCTION.format(
         limit=MAX_SPILLED["cuda"],
+        geometries=", ".join(geometries),
         targets=" | ".join(TARGETS),
         rule="---|" * len(TARGETS),
         registers=" | ".join(str(limit.registers) for limit in limits),
@@ -146,16 +148,17 @@ def document(found: dict[str, list[dict[str, Any]]]) -> str:
 def main() -> None:
     """Compile everything and write the document."""
     found: dict[str, list[dict[str, Any]]] = {}
+    geometries = sys.argv[1:] or [*GEOMETRIES]
     for target in TARGETS:
         found[target] = []
-        for geometry in sys.argv[1:] or GEOMETRIES:
+        for geometry in geometries:
             records = in_a_process(target, geometry)
             found[target] += [record for record in records if "error" not in record]
             errors = [record for record in records if "error" in record]
             print(f"{target} {geometry}: {len(records)} launches, {len(errors)} failed", file=sys.stderr)
             for record in errors:
                 print(record["op"], record["call"], record["error"], file=sys.stderr)
-    DOCUMENT.write_text(document(found))
+    DOCUMENT.write_text(document(found, geometries))
 
 
 if __name__ == "__main__":
