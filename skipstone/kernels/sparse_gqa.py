@@ -111,43 +111,15 @@ def attend(
         if rows_each > 1
         else Union(*[indices] * 5)
     )
-    constants = {
-        "KV_HEADS": kv_heads,
-        "GROUP": group,
-        "GROUP_PAD": triton.next_power_of_2(group),
-        "WIDTH": width,
-        "BUDGET": budget,
-        "BUDGET_PAD": triton.next_power_of_2(budget),
-    }
     row_tiles = triton.cdiv(n, rows_each)
     _attend_kernel[(requests * kv_heads * splits * row_tiles,)](
-        q.contiguous(),
-        k_cache,
-        v_cache,
-        out,
-        indices,
-        *union,
-        span.positions.contiguous(),
-        span.block_table,
-        part_out,
-        part_max,
-        part_sum,
-        arrival_counters(q.device),
-        n,
-        span.block_table.stride(0),
-        scale * LOG2_E,
-        splits,
-        UNIT=unit,
-        KEYS=tiles.keys,
-        BLOCK_SIZE=k_cache.shape[2],
-        ROWS=rows_each,
-        HEADS=tiles.heads,
-        SPLIT=splits > 1,
-        **constants,
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
-        enable_fp_fusion=False,
-    )
+        q.contiguous(), k_cache, v_cache, out, indices, *union, span.positions.contiguous(), span.block_table,
+        part_out, part_max, part_sum, arrival_counters(q.device), n, span.block_table.stride(0), scale * LOG2_E, splits,
+        KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=triton.next_power_of_2(group), WIDTH=width, BUDGET=budget,
+        BUDGET_PAD=triton.next_power_of_2(budget), UNIT=unit, KEYS=tiles.keys, BLOCK_SIZE=k_cache.shape[2],
+        ROWS=rows_each, HEADS=tiles.heads, SPLIT=splits > 1, num_warps=tiles.warps, num_stages=tiles.stages,
+        enable_fp_fusion=False,  # kernels must not round the same expressions differently
+    )  # fmt: skip
     return out
 
 
@@ -271,8 +243,7 @@ def _attend_kernel(
         entry = tl.arange(0, BUDGET_PAD)
         chosen = tl.load(list_ptr + entry, mask=entry < BUDGET, other=-1)
         count = tl.where(last_position >= 0, tl.sum((chosen >= 0).to(tl.int32)), 0)
-        page_ptr = list_ptr
-        rows_ptr = list_ptr
+        page_ptr, rows_ptr = list_ptr, list_ptr
     else:
         tile = (request * row_tiles + row_tile) * KV_HEADS + kv_head
         count = tl.load(union_count_ptr + tile)
@@ -290,9 +261,7 @@ def _attend_kernel(
     top = tl.full([HEADS], float("-inf"), tl.float32)
     total = tl.zeros([HEADS], tl.float32)
     acc = tl.zeros([HEADS, WIDTH], tl.float32)
-    part_max = top
-    part_sum = total
-    part = acc
+    part_max, part_sum, part = top, total, acc
     # The next block's place is read one round ahead: its latency hides behind the keys of this one.
     block, page, chosen_by = _entry(
         list_ptr, page_ptr, rows_ptr, table_ptr, first // TILES, first < last, PER_BLOCK, ROWS > 1
