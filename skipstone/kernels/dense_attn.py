@@ -155,7 +155,8 @@ def dense_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, span: Span, sca
     if not requests * n:
         return out
     hip = torch.version.hip is not None
-    cut = tiles(n * group, q.dtype, hip)
+    # Spread parts are stored in float32, by way of shared memory that the tallest tile leaves no room for.
+    cut = tiles(min(n * group, 64) if n <= SPLIT_ROWS else n * group, q.dtype, hip)
     row_tiles = triton.cdiv(n * group, cut.m)
     programs = requests * kv_heads * row_tiles
     most = triton.cdiv(table.shape[1] * block_size, cut.keys)
