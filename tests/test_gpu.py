@@ -2,11 +2,12 @@
 
 Skipped where there is no GPU. The first run compiles every kernel, so several processes at once save time:
 
-    python -m pytest tests/test_gpu.py -n 8
+    TRITON_INTERPRET=0 python -m pytest tests/test_gpu.py -n 8
 """
 
 from __future__ import annotations
 
+import os
 import random
 from functools import cache
 from typing import Any
@@ -17,7 +18,8 @@ import torch
 from skipstone import LLM, SamplingParams
 from skipstone.core.observer import EmittedRun, Observer
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+COMPILED = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") == "0"
+pytestmark = pytest.mark.skipif(not COMPILED, reason="needs a GPU, and TRITON_INTERPRET=0")
 
 Rows = dict[tuple[tuple[int, ...], int], tuple[int, torch.Tensor]]  # (prompt, position) -> token, logits
 LENGTHS = (5, 40, 130, 300, 500)
