@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from oracles.kernel_calls import GEOMETRIES, SHORT, ops_covered
+from oracles.kernel_calls import GEOMETRIES, SHORT, SWEEP, ops_covered
 from oracles.launches import TARGETS, in_a_process
 
 from skipstone.kernels.ops import OP_NAMES
@@ -30,7 +30,7 @@ MAX_GRID = (2**31 - 1, 2**16 - 1, 2**16 - 1)
 
 CASES = [
     pytest.param(target, geometry, marks=() if geometry == SHORT else pytest.mark.long)
-    for geometry in GEOMETRIES
+    for geometry in (*GEOMETRIES, SWEEP)
     for target in TARGETS
 ]
 compiled = functools.cache(in_a_process)

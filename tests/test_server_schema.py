@@ -16,7 +16,10 @@ from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 
 LETTERS = [chr(32 + i) for i in range(95)] + ["\n"]
-TEMPLATE = "{# <|tool_call|> #}{% if tools %}t{% endif %}{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}\n{% endfor %}a:"
+TEMPLATE = (
+    "{# <|tool_call|> #}{% if tools %}t{% endif %}"
+    "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}\n{% endfor %}a:"
+)
 FEW, MANY = 30, 250  # cases for each of the nine addresses that take something
 # One check is left out: valid bodies may be refused, as when two fields contradict each other or a prompt is too long.
 

@@ -74,6 +74,7 @@ MODELS = {
     "demo": [DEMO, DEMO._replace(dtype=HALF), DEMO_DSA, DEMO_DSA._replace(dtype=HALF), HEAD],
 }
 SHORT = "short"  # each op once or twice, as the largest models call it
+SWEEP = "sweep"  # limits only: more sizes than the table of registers lists
 GEOMETRIES = (SHORT, *MODELS)
 BLOCKS = 40
 
@@ -83,11 +84,22 @@ def calls(name: str) -> Iterator[Call]:
     if name == SHORT:
         yield from _short()
         return
+    if name == SWEEP:
+        yield from _sweep()
+        return
     for model in MODELS[name]:
         dtype = "bf16" if model.dtype == HALF else "f32"
         for step, (requests, n) in STEPS.items():
             for op, label, call in (*_attention(model, requests, n), *_rows(model, requests * n)):
                 yield op, f"{label} {dtype} {step}", call
+
+
+def _sweep() -> Iterator[Call]:
+    """MiniMax-M3 with every small number of rows a request, for few and many requests: tiles follow both."""
+    for n in (1, 2, 3, 4, 5, 6, 8, 9, 16, 17, 33):
+        for requests in (1, 16, 64):
+            for op, label, call in (*_attention(M3, requests, n), *(_rows(M3, requests * n) if n < 5 else ())):
+                yield op, f"{label} {requests} x {n} rows", call
 
 
 def _short() -> Iterator[Call]:
