@@ -24,8 +24,9 @@ pytest.importorskip("triton")
 
 ROOT = Path(__file__).parent.parent
 DOCUMENT = ROOT / "docs" / "kernels.md"
-# Bytes of a thread's registers that may live in memory: a few, used outside of loops, cost nothing.
-MAX_SPILLED = {"cuda": 128, "hip": 128}
+# Bytes of a thread's registers that may live in memory: a few, used outside of loops, cost nothing. Float32 runs the
+# small demos only.
+MAX_SPILLED, MAX_SPILLED_FLOAT = 128, 256
 MAX_GRID = (2**31 - 1, 2**16 - 1, 2**16 - 1)
 
 CASES = [
@@ -52,7 +53,7 @@ def test_compiles_within_limits(target: str, geometry: str) -> None:
             faults.append(f"{what}: {record['shared']} bytes of shared memory, {target} has {limits.shared}")
         if record["registers"] > limits.registers:
             faults.append(f"{what}: {record['registers']} registers, {target} has {limits.registers}")
-        if record["spilled"] > MAX_SPILLED[limits.backend]:
+        if record["spilled"] > (MAX_SPILLED_FLOAT if " f32" in record["call"] else MAX_SPILLED):
             faults.append(f"{what}: {record['spilled']} bytes of registers spilled, see docs/kernels.md")
         if any(size > limit for size, limit in zip(record["grid"], MAX_GRID, strict=False)):
             faults.append(f"{what}: a grid of {record['grid']}")
@@ -86,14 +87,14 @@ def test_the_document_lists_every_kernel() -> None:
 def test_the_document_names_the_limits() -> None:
     text = DOCUMENT.read_text()
     assert all(target in text for target in TARGETS)
-    assert f"above {MAX_SPILLED['cuda']} bytes" in text
+    assert f"above {MAX_SPILLED} bytes" in text
 
 
 INTRODUCTION = """# Kernels
 
 What each Triton kernel takes of a GPU, as the compilers report it: `tests/test_kernel_targets.py` compiles every op for
 every target on a machine without a GPU, and fails where shared memory or registers do not suffice, or where more than a
-few registers spill: above {limit} bytes per thread. This table is written by
+few registers spill: above {limit} bytes per thread, {limit_float} in float32. This table is written by
 
     PYTHONPATH=tests python tests/test_kernel_targets.py
 
@@ -121,7 +122,8 @@ def document(found: dict[str, list[dict[str, Any]]], geometries: list[str]) -> s
     """docs/kernels.md from the records of each target."""
     limits = TARGETS.values()
     text = INTRODUCTION.format(
-        limit=MAX_SPILLED["cuda"],
+        limit=MAX_SPILLED,
+        limit_float=MAX_SPILLED_FLOAT,
         geometries=", ".join(geometries),
         targets=" | ".join(TARGETS),
         rule="---|" * len(TARGETS),
