@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from skipstone import LLM, SamplingParams
+from skipstone.core.batch import Batch
 from skipstone.core.plan import StepPlan
 from skipstone.outputs import RequestOutput
 from skipstone.runtime.device_loop import DeviceLoop
@@ -148,3 +149,38 @@ def test_what_the_device_does_not_sample_takes_the_plain_loop() -> None:
         params = SamplingParams(temperature=1, seed=1, max_tokens=6, **option)  # type: ignore[arg-type]
         llm.generate([[3, 4]], params, progress=False)
     assert seen and not any(seen)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_fuzz(seed: int, expected: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that arrive, are aborted, preempted and admitted again at random while steps are started early."""
+    rng = random.Random(seed)
+    llm = LLM(**options("demo", "mtp:3", num_blocks=11))
+    on_device(llm, overlap=True)
+    model = llm.engine.model
+    run_model = model.forward
+
+    def in_range(batch: Batch, *rest: Any) -> Any:
+        assert int(batch.input_ids.min()) >= 0 and int(batch.input_ids.max()) < llm.engine.vocab_size
+        return run_model(batch, *rest)
+
+    monkeypatch.setattr(model, "forward", in_range)
+    prompts, params = jobs(llm)
+    waiting = list(range(len(prompts)))
+    rng.shuffle(waiting)
+    sessions: dict[int, Any] = {}
+    noise: list[Any] = []
+    while waiting or llm.engine.has_work:
+        if waiting and rng.random() < 0.2:
+            number = waiting.pop()
+            sessions[number] = llm.add(prompts[number], params[number])
+        if waiting and rng.random() < 0.15:
+            length = rng.randrange(1, 90)
+            noise.append(llm.add([9] * length, SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)))
+        if noise and rng.random() < 0.2:
+            llm.abort(noise.pop(rng.randrange(len(noise))).session_id)
+        if llm.engine.has_work:
+            llm.step()
+            llm.engine.scheduler.check()
+    assert texts([sessions[number].output() for number in range(len(prompts))]) == expected["demo"]
+    assert llm.engine.pool.num_used == 0
