@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from skipstone.config import Kernels
 from skipstone.errors import ConfigError, UnsupportedError
 from skipstone.kernels.ops import OP_NAMES, Implementation, Ops, load_ops
-
-Kernels = Literal["auto", "reference", "triton"]
 
 
 class Choice(NamedTuple):
