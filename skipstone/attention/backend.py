@@ -131,6 +131,15 @@ class AttentionStep(NamedTuple):
     per_layer: dict[int, LayerAttention]
 
 
+class LayerGroups(NamedTuple):
+    """The groups that a layer's caches form, by name and backend."""
+
+    group: str = ""
+    attend: AttentionBackend | None = None
+    index_group: str | None = None
+    indexer: IndexBackend | None = None
+
+
 class AttentionGroups:
     """The cache groups of one model, target or draft, and the backend of each."""
 
@@ -152,25 +161,23 @@ class AttentionGroups:
         self.backends: dict[str, GroupBackend] = {
             group: ATTENTION.load(name)(scale, exact, sparse, self.ops) for group, name in names.items()
         }
-        self.layers: dict[int, tuple[str, str | None]] = {}
+        self.layers: dict[int, LayerGroups] = {}
         for spec in specs:
-            attend, index = self.layers.get(spec.layer, ("", None))
-            is_index = isinstance(self.backends[spec.group], IndexBackend)
-            self.layers[spec.layer] = (attend, spec.group) if is_index else (spec.group, index)
+            backend, groups = self.backends[spec.group], self.layers.get(spec.layer, LayerGroups())
+            if isinstance(backend, IndexBackend):
+                self.layers[spec.layer] = groups._replace(index_group=spec.group, indexer=backend)
+            else:
+                assert isinstance(backend, AttentionBackend)
+                self.layers[spec.layer] = groups._replace(group=spec.group, attend=backend)
 
     def plan(self, batch: Batch) -> AttentionStep:
         """Metadata of every group for the batch's rows."""
         per_group = {group: backend.plan(batch) for group, backend in self.backends.items()}
         per_layer = {}
-        for layer, (group, index_group) in self.layers.items():
-            attend = self.backends[group]
-            index = self.backends[index_group] if index_group else None
-            assert isinstance(attend, AttentionBackend)
-            assert index is None or isinstance(index, IndexBackend)
-            index_metadata = per_group[index_group] if index_group else None
-            per_layer[layer] = LayerAttention(
-                layer, batch, self.cache, self.ops, attend, per_group[group], index, index_metadata, self.observer
-            )
+        for layer, (group, attend, index, indexer) in self.layers.items():
+            assert attend is not None
+            metadata = (attend, per_group[group], indexer, per_group[index] if index else None)
+            per_layer[layer] = LayerAttention(layer, batch, self.cache, self.ops, *metadata, self.observer)
         return AttentionStep(per_group, per_layer)
 
 

@@ -12,7 +12,7 @@ from skipstone.attention.backend import Feature, IndexQuery, SparseSettings
 from skipstone.core.batch import Batch, Selection
 from skipstone.core.kv_cache import KVCache
 from skipstone.kernels.ops import Ops
-from skipstone.kernels.reference.attention import SelectedKeys, locate_tokens, token_sparse_attention
+from skipstone.kernels.reference.attention import SelectedTokens, locate_tokens, token_sparse_attention
 from skipstone.kernels.reference.select import select_all
 
 
@@ -28,7 +28,7 @@ class SelectedTokensMetadata:
     """`located` remembers where the last selection's keys lie, as layers may share one selection."""
 
     batch: Batch
-    located: tuple[Selection, SelectedKeys] | None = None
+    located: tuple[Selection, SelectedTokens] | None = None
 
 
 class TokenIndexBackend:

@@ -9,26 +9,38 @@ import torch
 from torch import Tensor
 
 from skipstone.attention.backend import Feature, IndexQuery, SparseSettings
-from skipstone.core.batch import Batch, Selection
+from skipstone.core.batch import Batch, Selection, Span
 from skipstone.core.kv_cache import KVCache
 from skipstone.kernels.ops import Ops
-from skipstone.kernels.reference.attention import SelectedKeys, block_sparse_attention, locate_blocks
+from skipstone.kernels.reference.attention import (
+    BlockPlaces,
+    SelectedBlocks,
+    block_places,
+    block_sparse_attention,
+    locate_blocks,
+)
 from skipstone.kernels.reference.select import select_all
 
 
 class BlockIndexMetadata(NamedTuple):
-    """`everything`: the selection that all layers share when every row sees no more blocks than it may select."""
+    """Which requests must choose, and what a row selects that sees no more blocks than it may: all of them.
+
+    `everything` is the selection that all layers share when no request must choose. `choosing` are the requests that
+    must, where others need not: spans whose `rows` index into the batch. None where all must, or nobody looked.
+    """
 
     batch: Batch
     everything: Selection | None
+    choosing: list[tuple[Tensor, Span]] | None = None
 
 
 @dataclass
 class SelectedBlocksMetadata:
-    """`located` remembers where the last selection's keys lie, as layers may share one selection."""
+    """What layers share: `places` of the step's rows, and where the last selection's keys lie."""
 
     batch: Batch
-    located: tuple[Selection, SelectedKeys] | None = None
+    places: BlockPlaces | None = None
+    located: tuple[Selection, SelectedBlocks] | None = None
 
 
 class BlockIndexBackend:
@@ -44,21 +56,41 @@ class BlockIndexBackend:
     def plan(self, batch: Batch) -> BlockIndexMetadata:
         """Everything is selected when all of it fits the budget."""
         unit, budget, _, _, groups, _ = self.settings
-        everything = None
-        if batch.max_seq_len <= unit * budget:
-            everything = Selection(select_all(batch.positions[None], unit, groups, budget)[0].contiguous(), unit)
-        return BlockIndexMetadata(batch, everything)
+        choosing = None
+        if batch.max_seq_len > unit * budget:
+            # On a GPU a look at positions would wait for it.
+            choosing = _choosing(batch, unit * budget) if batch.positions.is_cpu and len(batch.seq_lens) > 1 else None
+            if choosing is None:
+                return BlockIndexMetadata(batch, None)
+        everything = Selection(select_all(batch.positions[None], unit, groups, budget)[0].contiguous(), unit)
+        return BlockIndexMetadata(batch, everything, choosing)
 
     def select(self, metadata: BlockIndexMetadata, layer: int, index: IndexQuery, cache: KVCache) -> Selection:
         """Blocks of each row and KV head: indices [T, G, budget]."""
-        if metadata.everything is not None:
-            return metadata.everything
         unit, budget, init, local, _, _ = self.settings
-        parts = []
-        for span in metadata.batch.spans:
-            keys, settings = cache.get(layer, "index_k"), (span, unit, budget, init, local, self.exact)
-            parts.append(self.ops.block_select(index.q[span.rows], keys, *settings))
+        keys, settings = cache.get(layer, "index_k"), (unit, budget, init, local, self.exact)
+        if metadata.everything is not None:
+            if metadata.choosing is None:
+                return metadata.everything
+            indices = metadata.everything.indices.clone()
+            for rows, span in metadata.choosing:
+                indices[rows] = self.ops.block_select(index.q[rows], keys, span, *settings)
+            return Selection(indices, unit)
+        parts = [self.ops.block_select(index.q[span.rows], keys, span, *settings) for span in metadata.batch.spans]
         return Selection(parts[0] if len(parts) == 1 else torch.cat(parts), unit)
+
+
+def _choosing(batch: Batch, budget: int) -> list[tuple[Tensor, Span]] | None:
+    """Rows and spans of the requests that see more than `budget` tokens; None where those are all."""
+    chosen, number = [], 0
+    for span in batch.spans:
+        requests = (span.positions.amax(dim=1) >= budget).nonzero()[:, 0]
+        number += len(requests)
+        if len(requests):
+            rows = (span.rows.start + requests[:, None] * span.query_len + torch.arange(span.query_len)).flatten()
+            part = span._replace(positions=span.positions[requests], block_table=span.block_table[requests])
+            chosen.append((rows, part))
+    return None if number == len(batch.seq_lens) else chosen
 
 
 class BlockSparseBackend:
@@ -87,9 +119,9 @@ class BlockSparseBackend:
                 indices, settings = selection.indices[span.rows], (selection.unit, span, self.scale, self.exact)
                 parts.append(self.ops.sparse_gqa(q[span.rows], keys, values, indices, *settings))
             return parts[0] if len(parts) == 1 else torch.cat(parts)
+        if metadata.places is None:
+            batch, layout = metadata.batch, (selection.unit, cache.block_size, keys.shape[1])
+            metadata.places = block_places(batch.positions, batch.row_block_table, *layout)
         if metadata.located is None or metadata.located[0] is not selection:
-            batch = metadata.batch
-            table, size = batch.row_block_table, cache.block_size
-            located = locate_blocks(selection.indices, selection.unit, batch.positions, table, size)
-            metadata.located = (selection, located)
-        return block_sparse_attention(q, keys, values, metadata.located[1], selection.unit, self.scale, self.exact)
+            metadata.located = (selection, locate_blocks(selection.indices, metadata.places))
+        return block_sparse_attention(q, keys, values, metadata.located[1], selection.unit, self.scale)

@@ -17,7 +17,9 @@ from skipstone.models.base import ModelConfig
 
 DEFAULT_SHARE = 0.25  # of the free memory for the caches, when nothing else is asked
 GPU_SHARE = 0.9  # of what is free on a GPU, which serves nothing else
-DEFAULT_SEQUENCES = 16  # no more than this many full-length sequences, when nothing else is asked
+DEFAULT_SEQUENCES = (
+    16  # no more full-length sequences than this (on a GPU: than run at once) when nothing else is asked
+)
 SMALLEST_BLOCK = 32
 
 
@@ -99,11 +101,11 @@ def plan_caches(
     elif config.cache_memory_gb:
         blocks, reason = int(config.cache_memory_gb * 2**30 / (per_token * block_size)), "cache_memory_gb"
     else:
+        sequences = max(DEFAULT_SEQUENCES, config.max_num_seqs) if room else DEFAULT_SEQUENCES
         room = room or Room.on_cpu()
         fitting = room.size // (per_token * block_size)
-        blocks = min(fitting, DEFAULT_SEQUENCES * per_sequence)
-        limit = f"{DEFAULT_SEQUENCES} full sequences" if blocks < fitting else f"{room.share:.0%} of free memory"
-        reason = limit
+        blocks = min(fitting, sequences * per_sequence)
+        reason = f"{sequences} full sequences" if blocks < fitting else f"{room.share:.0%} of free memory"
     if blocks < per_sequence:
         if config.max_model_len:
             raise ConfigError(

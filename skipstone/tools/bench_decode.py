@@ -27,8 +27,8 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     import torch
 
     from skipstone.runtime.engine import Engine
-    from skipstone.tools.decode_floor import copy_rate
-    from skipstone.tools.slices import slice_info
+    from skipstone.tools.decode_floor import computing_modules, copy_rate
+    from skipstone.tools.slices import route_alike, slice_info
 
     if not torch.cuda.is_available():
         raise ConfigError("bench decode needs a GPU; bench/decode.py of the sources measures a CPU")
@@ -37,17 +37,20 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     values = {name: settings.values[name] for name in OPTIONS if name in settings.values}
     rate = copy_rate()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Python {platform.python_version()}")
-    print(f"slice {args.slice}; copy rate {rate / 1e12:.2f} TB/s")
+    print(f"slice {args.slice}, routing {args.routing}; copy rate {rate / 1e12:.2f} TB/s")
     header = ("k", "batch", "prompt", "prefill tok/s", "step ms", "length", "ms/token", "floor", "share", "experts")
     print(" ".join(f"{name:>13}" for name in header))
     cells = []
     for k in ks:
-        longest = max(prompts) + args.tokens + 64
+        longest = max(prompts) + output_room(k, max(batches), args.tokens)
         speculation = {"spec": f"mtp:{k}", "simulate_acceptance": args.acceptance} if k else {"spec": "off"}
         options: dict[str, Any] = {"max_num_batched_tokens": 8192, **values, **speculation}
         options |= {"max_model_len": longest, "max_num_seqs": max(batches), "prefix_caching": False}
         config = EngineConfig(model=f"slice {args.slice}", **options)
         engine = Engine(slice_info(args.slice), config)
+        if args.routing == "alike":
+            for module in computing_modules(engine):
+                route_alike(module)
         for batch in batches:
             for prompt in prompts:
                 cell = measure(engine, k, batch, prompt, args, rate)
@@ -55,7 +58,13 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
                 print(" ".join(f"{_shown(value):>13}" for value in cell.values()), flush=True)
         del engine
         torch.cuda.empty_cache()
-    facts = {"bench": "decode", "slice": args.slice, "gpu": torch.cuda.get_device_name(), "copy_tb_s": rate / 1e12}
+    facts = {
+        "bench": "decode",
+        "slice": args.slice,
+        "routing": args.routing,
+        "gpu": torch.cuda.get_device_name(),
+        "copy_tb_s": rate / 1e12,
+    }
     print(json.dumps({**facts, "exact": values.get("exact", True), "cells": cells}))
     return 0
 
@@ -65,43 +74,65 @@ def _shown(value: object) -> str:
 
 
 def measure(engine: Engine, k: int, batch: int, prompt: int, args: argparse.Namespace, rate: float) -> dict[str, Any]:
-    """One cell. Time per token is that of `tokens` tokens less that of one, as the peers were measured."""
+    """One cell. A step's time is that of `tokens` steps in which every request decodes and nothing else runs."""
     from skipstone.tools.decode_floor import decode_floor, touched_experts
 
-    _generate(engine, batch, min(prompt, 2048), 24, 0)  # compiles and captures
-    first = [_generate(engine, batch, prompt, 1, seed) for seed in range(args.rounds)]
-    whole = []
-    lengths = []
-    stats = engine.scheduler.stats.speculation
-    for seed in range(args.rounds):
-        steps, accepted = stats.steps, stats.accepted
-        whole.append(_generate(engine, batch, prompt, args.tokens + 1, seed))
-        if stats.steps > steps:
-            lengths.append(1 + (stats.accepted - accepted) / (stats.steps - steps))
-    length = statistics.median(lengths) if lengths else 1.0
-    prefill = statistics.median(first)
-    seconds = (statistics.median(whole) - prefill) / args.tokens
-    _start(engine, batch, prompt, 40, 0)
-    while any(request.num_output_tokens < 4 for request in engine.scheduler.running) or engine.scheduler.waiting:
-        engine.step()
-    engine.step()
-    floor = decode_floor(engine, touched_experts(engine, 4), batch, prompt, k)
-    for request in list(engine.scheduler.running):
-        engine.abort(request)
-    engine.drop_started()
-    least = floor.total / rate / length
+    _prefill(engine, batch, prompt, 0)  # compiles
+    rounds = range(1, args.rounds + 1)
+    prefill = statistics.median(_prefill(engine, batch, prompt, seed) for seed in rounds)
+    steps, lengths = [], []
+    for seed in rounds:
+        _start(engine, batch, prompt, output_room(k, batch, args.tokens), seed)
+        _reach_decoding(engine)
+        if seed == 1:
+            _timed_steps(engine, 8)  # captures
+        seconds, length = _timed_steps(engine, args.tokens)
+        steps.append(seconds)
+        lengths.append(length)
+        if seed == args.rounds:
+            floor = decode_floor(engine, touched_experts(engine, 4), batch, prompt, k)
+        for request in list(engine.scheduler.running):
+            engine.abort(request)
+        engine.drop_started()
+    seconds, length = statistics.median(steps), statistics.median(lengths)
+    least = floor.total / rate
     return {
         "k": k,
         "batch": batch,
         "prompt": prompt,
         "prefill": round(batch * prompt / prefill),
-        "step_ms": seconds * length * 1e3,
+        "step_ms": seconds * 1e3,
         "length": length,
-        "ms_per_token": seconds * 1e3,
-        "floor_ms": least * 1e3,
+        "ms_per_token": seconds / length * 1e3,
+        "floor_ms": least / length * 1e3,
         "share": least / seconds,
         "experts": floor.experts_touched,
     }
+
+
+def output_room(k: int, batch: int, steps: int) -> int:
+    """Tokens that a request may write at most: while the others' prompts are read, while it is timed, and after."""
+    return (steps + 2 * batch + 32) * (k + 1)
+
+
+def _reach_decoding(engine: Engine) -> None:
+    """Step until every request has written a few tokens."""
+    while engine.scheduler.waiting or any(request.num_output_tokens < 4 for request in engine.scheduler.running):
+        engine.step()
+
+
+def _timed_steps(engine: Engine, count: int) -> tuple[float, float]:
+    """Seconds per step over `count` steps, and the acceptance length in them."""
+    import torch
+
+    stats = engine.scheduler.stats.speculation
+    torch.cuda.synchronize()
+    drafted, accepted, started = stats.steps, stats.accepted, time.perf_counter()
+    for _ in range(count):
+        engine.step()
+    torch.cuda.synchronize()
+    seconds, drafted = (time.perf_counter() - started) / count, stats.steps - drafted
+    return seconds, 1 + (stats.accepted - accepted) / drafted if drafted else 1.0
 
 
 def _start(engine: Engine, batch: int, prompt: int, tokens: int, seed: int) -> None:
@@ -116,11 +147,11 @@ def _start(engine: Engine, batch: int, prompt: int, tokens: int, seed: int) -> N
         engine.add(Request(f"{seed}-{i}", ids, params, seed + i, prompt + tokens, num_prompt_tokens=prompt))
 
 
-def _generate(engine: Engine, batch: int, prompt: int, tokens: int, seed: int) -> float:
-    """Seconds from the requests to their last token."""
+def _prefill(engine: Engine, batch: int, prompt: int, seed: int) -> float:
+    """Seconds from the requests to the first token of the last one."""
     import torch
 
-    _start(engine, batch, prompt, tokens, seed)
+    _start(engine, batch, prompt, 1, seed)
     torch.cuda.synchronize()
     started = time.perf_counter()
     while engine.has_work:
@@ -135,8 +166,14 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--k", default="0,3", metavar="LIST", help="drafts a step, by the MTP module [0,3]")
     add("--batch", default="1,4", metavar="LIST", help="requests at once [1,4]")
     add("--prompt", default="1024,8192", metavar="LIST", help="tokens of a prompt [1024,8192]")
-    add("--tokens", type=positive, default=128, metavar="N", help="tokens that are timed [128]")
+    add("--tokens", type=positive, default=128, metavar="N", help="steps that are timed [128]")
     add("--rounds", type=positive, default=3, metavar="N", help="repeats, of which the median counts [3]")
+    add(
+        "--routing",
+        default="uniform",
+        choices=("uniform", "alike"),
+        help="alike: all rows choose the same experts [uniform]",
+    )
     add("--acceptance", default=RATES, metavar="LIST", help=f"simulated acceptance per position [{RATES}]")
 
 

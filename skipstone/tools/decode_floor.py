@@ -59,7 +59,7 @@ def touched_experts(engine: Engine, steps: int) -> list[list[int]]:
         return ids, weights
 
     watched = replace(ops, route=route)
-    modules = [engine.model, *_head(loop)]
+    modules = computing_modules(engine)
     for module in modules:
         use_ops(module, watched)
     loop.graphs, overlap, engine.overlap = False, engine.overlap, False
@@ -73,6 +73,12 @@ def touched_experts(engine: Engine, steps: int) -> list[list[int]]:
         use_ops(module, ops)
     loop.graphs, engine.overlap = True, overlap
     return per_step
+
+
+def computing_modules(engine: Engine) -> list[nn.Module]:
+    """The target and, where drafts are made on the device, the draft head."""
+    loop = engine.runner.device_loop
+    return [engine.model, *(_head(loop) if loop else [])]
 
 
 def _head(loop: DeviceLoop) -> list[nn.Module]:

@@ -11,14 +11,16 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from skipstone.core.batch import PAD, ZERO_BLOCK, Span
+from skipstone.core.batch import ZERO_BLOCK, Span
 from skipstone.kernels.reference.gemm import bmm
 
 KEY_TILE = 128
 LOWEST = torch.finfo(torch.float32).min
 SMALLEST = torch.finfo(torch.float32).tiny
+HIDDEN = -1e30  # added to the score of a key that a row may not see; bfloat16 has it too, unlike LOWEST
 
 
 def gather_blocks(cache: Tensor, block_table: Tensor, multiple: int) -> Tensor:
@@ -31,11 +33,38 @@ def gather_blocks(cache: Tensor, block_table: Tensor, multiple: int) -> Tensor:
     _, heads, block_size, width = cache.shape
     padding = -blocks % max(multiple // block_size, 1)
     if padding:
-        block_table = torch.nn.functional.pad(block_table, (0, padding), value=ZERO_BLOCK)
+        block_table = F.pad(block_table, (0, padding), value=ZERO_BLOCK)
     head = torch.arange(heads, device=cache.device)[:, None]
     place = block_table[:, None] * heads + head  # [R, heads, blocks]
     gathered = cache.view(-1, block_size * width).index_select(0, place.view(-1))
     return gathered.view(num_requests, heads, -1, width)
+
+
+class KeyTiles(NamedTuple):
+    """The tiles of KEY_TILE keys that the requests of a span see, request after request: U of them."""
+
+    most: int  # tiles of the longest request
+    owner: Tensor  # [U] int64, the request
+    slot: Tensor  # [U] int64, owner * most + number of the tile
+    keys: Tensor  # [U, KEY_TILE] int64, positions
+    place: Tensor  # [U * Hkv * blocks] int64, rows of the caches seen as [-1, block_size * width]
+
+
+def key_tiles(span: Span, kv_heads: int, block_size: int) -> KeyTiles:
+    """Lay out the tiles of a span; a request that sees nothing has one."""
+    device, requests = span.positions.device, span.positions.shape[0]
+    counts = torch.div(span.positions.amax(dim=1), KEY_TILE, rounding_mode="floor").clamp_(min=0).add_(1)
+    most, per_tile = int(counts.max()), max(KEY_TILE // block_size, 1)
+    numbers = torch.arange(most, device=device)
+    slot = (numbers < counts[:, None]).view(-1).nonzero()[:, 0]
+    owner, number = torch.div(slot, most, rounding_mode="floor"), slot % most
+    spare = max(most * KEY_TILE - span.block_table.shape[1] * block_size, 0)
+    table = F.pad(span.block_table, (0, -(-spare // block_size)), value=ZERO_BLOCK)
+    blocks = table[:, : most * per_tile].reshape(requests * most, per_tile).index_select(0, slot)
+    head = torch.arange(kv_heads, device=device)[:, None]
+    place = (blocks[:, None] * kv_heads + head).view(-1)
+    keys = number[:, None] * KEY_TILE + torch.arange(KEY_TILE, device=device)
+    return KeyTiles(most, owner, slot, keys, place)
 
 
 def dense_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, span: Span, scale: float, exact: bool) -> Tensor:
@@ -45,32 +74,38 @@ def dense_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, span: Span, sca
     at position -1 gives zeros.
     """
     requests, n = span.positions.shape
-    kv_heads, width = k_cache.shape[1], k_cache.shape[3]
-    group = q.shape[1] // kv_heads
-    keys = gather_blocks(k_cache, span.block_table, KEY_TILE).flatten(0, 1)  # [R * Hkv, S, D]
-    values = gather_blocks(v_cache, span.block_table, KEY_TILE)  # [R, Hkv, S, D]
-    length = keys.shape[1]
-    queries = (
-        q.view(requests, n, kv_heads, group, width)
-        .permute(0, 2, 1, 3, 4)
-        .reshape(requests * kv_heads, n * group, width)
+    kv_heads, block_size, width = k_cache.shape[1:]
+    group, value_width = q.shape[1] // kv_heads, v_cache.shape[3]
+    tiles = key_tiles(span, kv_heads, block_size)
+    shape = (-1, kv_heads, n, group)
+    k = k_cache.view(-1, block_size * width).index_select(0, tiles.place).view(-1, KEY_TILE, width)
+    v = (
+        v_cache.view(-1, block_size * value_width)
+        .index_select(0, tiles.place)
+        .view(-1, kv_heads, KEY_TILE, value_width)
     )
-    scores = bmm(queries, keys.transpose(1, 2), exact).float().mul_(scale).view(requests, kv_heads, n, group, length)
-    hidden = torch.arange(length, device=q.device) > span.positions[:, :, None]  # [R, n, S]
-    scores.masked_fill_(hidden[:, None, :, None], -torch.inf)
-    unwritten = torch.arange(length, device=q.device) > span.positions.amax(dim=1, keepdim=True)  # [R, S]
-    values.masked_fill_(unwritten[:, None, :, None], 0)
-    highest = scores.amax(dim=-1, keepdim=True).clamp_(min=LOWEST)  # a padding row sees nothing
-    weights = torch.exp(scores - highest)  # [R, Hkv, n, group, S] float32
-    tiles = length // KEY_TILE
-    weights = weights.view(requests * kv_heads, n * group, tiles, KEY_TILE).transpose(1, 2)
-    total = add_in_order(weights.sum(dim=-1)).clamp_(min=SMALLEST)  # [R * Hkv, n * group]
-    partial = bmm(
-        weights.reshape(-1, n * group, KEY_TILE).to(q.dtype), values.reshape(-1, KEY_TILE, values.shape[-1]), exact
-    )
-    out = add_in_order(partial.view(requests * kv_heads, tiles, n * group, -1).float()) / total[:, :, None]
-    out = out.view(requests, kv_heads, n, group, -1).permute(0, 2, 1, 3, 4)
-    return out.reshape(requests * n, kv_heads * group, -1).to(q.dtype)
+    queries = q.view(requests, n, kv_heads, group, width).permute(0, 2, 1, 3, 4).index_select(0, tiles.owner)
+    scores = bmm(queries.reshape(-1, n * group, width), k.transpose(1, 2), exact).float().mul_(scale)
+    scores = scores.view(*shape, KEY_TILE)  # [U, Hkv, n, group, KEY_TILE]
+    positions = span.positions.index_select(0, tiles.owner)  # [U, n]
+    scores.masked_fill_((tiles.keys[:, None] > positions[:, :, None])[:, None, :, None], -torch.inf)
+    v.masked_fill_((tiles.keys > positions.amax(dim=1, keepdim=True))[:, None, :, None], 0)
+    best = _by_request(scores.amax(dim=-1), tiles, requests, -torch.inf).amax(dim=1)  # [R, Hkv, n, group]
+    best = best.clamp_(min=LOWEST).index_select(0, tiles.owner)  # a padding row sees nothing
+    weights = scores.sub_(best[..., None]).exp_()
+    partial = bmm(weights.view(-1, n * group, KEY_TILE).to(q.dtype), v.flatten(0, 1), exact).view(*shape, value_width)
+    parts = torch.cat((partial.float(), weights.sum(dim=-1, keepdim=True)), dim=-1)
+    total = add_in_order(_by_request(parts, tiles, requests, 0.0))  # [R, Hkv, n, group, value width + 1]
+    out = total[..., :-1] / total[..., -1:].clamp(min=SMALLEST)
+    return out.permute(0, 2, 1, 3, 4).reshape(requests * n, kv_heads * group, -1).to(q.dtype)
+
+
+def _by_request(values: Tensor, tiles: KeyTiles, requests: int, missing: float) -> Tensor:
+    """values [U, ...] as [R, most, ...], with `missing` where a request has fewer tiles."""
+    if len(tiles.slot) == requests * tiles.most:
+        return values.view(requests, tiles.most, *values.shape[1:])
+    spread = values.new_full((requests * tiles.most, *values.shape[1:]), missing)
+    return spread.index_copy_(0, tiles.slot, values).view(requests, tiles.most, *values.shape[1:])
 
 
 def add_in_order(parts: Tensor) -> Tensor:
@@ -81,51 +116,68 @@ def add_in_order(parts: Tensor) -> Tensor:
     return total
 
 
-class SelectedKeys(NamedTuple):
-    """Where a selection's keys lie: rows of the caches seen as [-1, unit * width], and which keys are masked.
+class BlockPlaces(NamedTuple):
+    """What a step's rows have in common over all layers that select blocks of `unit` tokens."""
 
-    PAD entries point at ZERO_BLOCK. Of the rest only the last unit may reach past its row: `tail` is its index and
-    `tail_hidden` the keys of it that were never written; None when units are single tokens.
+    first: Tensor  # [T, NB + 1] int64, head 0's row of the caches seen as [-1, unit * width]; the last one is zeros
+    stride: int  # from one head's row to the next
+    patterns: Tensor  # [unit + 1, unit] float32: pattern n adds 0 to the scores of the first n keys, HIDDEN to others
+    visible: Tensor  # [T, 1, 1] int64, tokens that the row sees
+
+
+def block_places(positions: Tensor, row_block_table: Tensor, unit: int, block_size: int, kv_heads: int) -> BlockPlaces:
+    """Tables for `locate_blocks`. positions [T], row_block_table [T, blocks] int64."""
+    per_block, device = block_size // unit, positions.device
+    within = torch.arange(per_block, device=device)
+    first = (row_block_table[:, :, None] * (kv_heads * per_block) + within).flatten(1)
+    first = F.pad(first, (0, 1), value=ZERO_BLOCK * kv_heads * per_block)
+    key, number = torch.arange(unit, device=device), torch.arange(unit + 1, device=device)
+    patterns = torch.where(key < number[:, None], 0.0, HIDDEN)
+    return BlockPlaces(first, per_block, patterns, (positions + 1)[:, None, None])
+
+
+class SelectedBlocks(NamedTuple):
+    """Where a selection's keys lie, one key set of S units per row and KV head, B in all.
+
+    Only the last unit may reach past its row: `tail` is its index in all of them.
     """
 
-    place: Tensor  # [B * S] int64, B key sets of S units
-    hidden: Tensor  # [B, 1, S * unit] bool
-    tail: Tensor | None = None  # [B] int64
-    tail_hidden: Tensor | None = None  # [B, unit, 1] bool
+    place: Tensor  # [B * S] int64
+    bias: Tensor  # [B, 1, S * unit] float32, 0 or HIDDEN
+    tail: Tensor  # [B] int64, into B * S
+    tail_unwritten: Tensor  # [B, unit] bool
 
 
-def locate_blocks(
-    indices: Tensor, unit: int, positions: Tensor, row_block_table: Tensor, block_size: int
-) -> SelectedKeys:
-    """Cache places of selected blocks of `unit` tokens, one key set per row and KV head.
-
-    indices [T, Hkv, S] int32 ascending then PAD, positions [T], row_block_table [T, blocks] int64.
-    """
+def locate_blocks(indices: Tensor, places: BlockPlaces) -> SelectedBlocks:
+    """Cache places of selected blocks. indices [T, Hkv, S] int32 ascending then PAD, which reads zeros."""
     rows, kv_heads, budget = indices.shape
-    per_block = block_size // unit
-    chosen = indices >= 0
-    units = indices.clamp(min=0).long()  # [T, Hkv, S]
-    block = torch.div(units, per_block, rounding_mode="floor")
-    physical = row_block_table[:, None].expand(-1, kv_heads, -1).gather(2, block)  # [T, Hkv, S]
-    physical = torch.where(chosen, physical, ZERO_BLOCK)
-    head = torch.arange(kv_heads, device=indices.device)[:, None]
-    place = ((physical * kv_heads + head) * per_block + units % per_block).view(-1)
-    offset = torch.arange(unit, device=indices.device)
-    left = positions[:, None, None] - units * unit  # [T, Hkv, S] tokens of the unit before the row, less one
-    left = torch.where(chosen, left, PAD)
-    hidden = (offset > left[..., None]).view(rows * kv_heads, 1, budget * unit)
-    tail = (chosen.sum(dim=-1) - 1).clamp_(min=0).view(-1)  # [T * Hkv]
-    tail_left = left.view(-1, budget).gather(1, tail[:, None])  # [T * Hkv, 1]
-    return SelectedKeys(place, hidden, tail, (offset > tail_left)[..., None])
+    zeros, unit = places.first.shape[1] - 1, places.patterns.shape[1]
+    device = indices.device
+    missing = indices < 0
+    units = indices.long().masked_fill_(missing, zeros)
+    head = torch.arange(0, kv_heads * places.stride, places.stride, device=device)[:, None]
+    place = places.first.gather(1, units.view(rows, -1)).view_as(units).add_(head)
+    seen = torch.sub(places.visible, units, alpha=unit).clamp_(0, unit).masked_fill_(missing, 0)
+    bias = places.patterns.index_select(0, seen.view(-1))  # [B * S, unit]
+    last = torch.arange(0, rows * kv_heads * budget, budget, device=device)
+    tail = (budget - missing.sum(dim=-1)).view(-1).sub_(1).clamp_(min=0).add_(last)
+    return SelectedBlocks(place.view(-1), bias.view(rows * kv_heads, 1, -1), tail, bias.index_select(0, tail) < 0)
 
 
-def locate_tokens(indices: Tensor, row_block_table: Tensor, block_size: int) -> SelectedKeys:
+class SelectedTokens(NamedTuple):
+    """Where a selection's tokens lie, one key set per row."""
+
+    place: Tensor  # [T * S] int64, rows of the caches seen as [-1, width]; PAD entries point at ZERO_BLOCK
+    hidden: Tensor  # [T, 1, S] bool
+
+
+def locate_tokens(indices: Tensor, row_block_table: Tensor, block_size: int) -> SelectedTokens:
     """Cache places of selected tokens, one key set per row. indices [T, S] int32 then PAD."""
     tokens = indices.clamp(min=0).long()  # [T, S]
     block = torch.div(tokens, block_size, rounding_mode="floor")
     slots = row_block_table.gather(1, block) * block_size + tokens % block_size
     padding = indices < 0
-    return SelectedKeys(torch.where(padding, ZERO_BLOCK * block_size, slots).view(-1), padding[:, None])
+    return SelectedTokens(torch.where(padding, ZERO_BLOCK * block_size, slots).view(-1), padding[:, None])
 
 
 def sparse_gqa(
@@ -138,8 +190,8 @@ def sparse_gqa(
     """
     requests, n = span.positions.shape
     table = span.block_table[:, None].expand(requests, n, -1).flatten(0, 1)
-    keys = locate_blocks(indices, unit, span.positions.flatten(), table, k_cache.shape[2])
-    return block_sparse_attention(q, k_cache, v_cache, keys, unit, scale, exact)
+    places = block_places(span.positions.flatten(), table, unit, k_cache.shape[2], k_cache.shape[1])
+    return block_sparse_attention(q, k_cache, v_cache, locate_blocks(indices, places), unit, scale)
 
 
 def sparse_mla(
@@ -156,25 +208,30 @@ def sparse_mla(
 
 
 def block_sparse_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, keys: SelectedKeys, unit: int, scale: float, exact: bool
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, keys: SelectedBlocks, unit: int, scale: float
 ) -> Tensor:
     """Attention of each row and KV head over its selected blocks (MiniMax-M3).
 
-    q [T, H, D], caches [num_blocks, Hkv, block_size, D]. Returns [T, H, D]. A row without any key gives zeros.
+    q [T, H, D], caches [num_blocks, Hkv, block_size, D]. Returns [T, H, D]. A row without any key gives zeros. A key
+    set is one entry of the fused kernel's batch, so its bits depend on nothing else.
     """
     rows, heads, width = q.shape
-    kv_heads = k_cache.shape[1]
-    k = k_cache.view(-1, unit * width).index_select(0, keys.place).view(rows * kv_heads, -1, width)
-    v = v_cache.view(-1, unit * width).index_select(0, keys.place).view(rows * kv_heads, -1, unit, width)
-    assert keys.tail is not None and keys.tail_hidden is not None
-    key_set = torch.arange(rows * kv_heads, device=q.device)
-    v[key_set, keys.tail] = v[key_set, keys.tail].masked_fill_(keys.tail_hidden, 0)
-    queries = q.reshape(rows * kv_heads, heads // kv_heads, width)
-    return _attend(queries, k, v.flatten(1, 2), keys.hidden, scale, exact).reshape(rows, heads, width)
+    sets = rows * k_cache.shape[1]
+    k, v = (_read_blocks(cache, keys, unit).view(sets, 1, -1, width) for cache in (k_cache, v_cache))
+    bias = keys.bias[:, None].to(q.dtype)
+    out = F.scaled_dot_product_attention(q.reshape(sets, 1, -1, width), k, v, attn_mask=bias, scale=scale)
+    return out.reshape(rows, heads, width)
+
+
+def _read_blocks(cache: Tensor, keys: SelectedBlocks, unit: int) -> Tensor:
+    """The selected blocks, [B * S, unit, D], zeros where nothing was written."""
+    blocks = cache.view(-1, unit * cache.shape[3]).index_select(0, keys.place).view(-1, unit, cache.shape[3])
+    tails = blocks.index_select(0, keys.tail).masked_fill_(keys.tail_unwritten[..., None], 0)
+    return blocks.index_copy_(0, keys.tail, tails)
 
 
 def token_sparse_attention(
-    q: Tensor, latent_cache: Tensor, keys: SelectedKeys, value_width: int, scale: float, exact: bool
+    q: Tensor, latent_cache: Tensor, keys: SelectedTokens, value_width: int, scale: float, exact: bool
 ) -> Tensor:
     """Absorbed MLA over the selected tokens (DeepSeek-V3.2): keys are latent rows, values their first dims.
 

@@ -15,10 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from skipstone.errors import ShapeError, UnsupportedError
-from skipstone.kernels.reference.gemm import bmm
+from skipstone.kernels.reference.attention import HIDDEN
 
 PAGE_SIZE = 16
-LOWEST = torch.finfo(torch.float32).min
 
 
 class PageTable(NamedTuple):
@@ -148,9 +147,9 @@ def paged_attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, table: PageTabl
     keys = k_pages[pages, head].view(rows * kv_heads, -1, width)  # [T * Hkv, P * 16, D]
     values = v_pages[pages, head].view(rows * kv_heads, -1, width)
     hidden = torch.arange(keys.shape[1], device=q.device) >= table.context_lens.view(-1, 1)  # [T * Hkv, P * 16]
-    # Weight zero does not silence a NaN.
-    values.masked_fill_(hidden[:, :, None], 0)
-    queries = q.reshape(rows * kv_heads, heads // kv_heads, width)
-    scores = bmm(queries, keys.transpose(1, 2), exact).float().mul_(scale)  # [T * Hkv, H / Hkv, P * 16] float32
-    weights = torch.softmax(scores.masked_fill_(hidden[:, None], LOWEST), dim=-1)
-    return bmm(weights.to(q.dtype), values, exact).reshape(rows, heads, width)
+    for read in (keys, values):
+        read.masked_fill_(hidden[:, :, None], 0)  # weight zero does not silence a NaN
+    bias = torch.zeros_like(hidden, dtype=q.dtype).masked_fill_(hidden, HIDDEN)[:, None, None]
+    queries = q.reshape(rows * kv_heads, 1, -1, width)
+    out = F.scaled_dot_product_attention(queries, keys[:, None], values[:, None], attn_mask=bias, scale=scale)
+    return out.reshape(rows, heads, width)

@@ -79,17 +79,26 @@ def padded_rows(k: int, n: int, dtype: torch.dtype, batched: bool, threads: int)
     return tuple(min(g for g in good if g >= count) for count in range(LARGEST_PROBED + 1))
 
 
-def _pad_count(rows: int, k: int, n: int, dtype: torch.dtype, batched: bool) -> int:
-    if rows > LARGEST_PROBED or torch.empty(0).device.type != "cpu":
+def _pad_count(x: Tensor, n: int, batched: bool) -> int:
+    """Rows to add to x [..., rows, k] before a product with n columns."""
+    rows, k = x.shape[-2:]
+    if rows > LARGEST_PROBED or not x.is_cpu:
         return 0
-    return padded_rows(k, n, dtype, batched, torch.get_num_threads())[rows] - rows
+    return padded_rows(k, n, x.dtype, batched, torch.get_num_threads())[rows] - rows
+
+
+@cache
+def padded_rows_of_both(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...]:
+    """For each row count the smallest one from it on to which both of two products pad."""
+    good = [count for count in range(len(first)) if first[count] == count == second[count]]
+    return tuple(min(g for g in good if g >= count) for count in range(len(first)))
 
 
 def linear(x: Tensor, weight: Tensor, exact: bool) -> Tensor:
     """x [T, K] times weight [K, N]: [T, N] in the weight's dtype. With `exact`, a row's bits do not depend on T."""
     x = x.to(weight.dtype)
     rows = x.shape[0]
-    extra = _pad_count(rows, weight.shape[0], weight.shape[1], x.dtype, batched=False) if exact else 0
+    extra = _pad_count(x, weight.shape[1], batched=False) if exact else 0
     if not extra:
         return torch.mm(x, weight)
     padded = x.expand(rows + extra, -1) if rows == 1 else F.pad(x, (0, 0, 0, extra))
@@ -130,7 +139,7 @@ def packing_is_exact(n: int, k: int, dtype: torch.dtype, threads: int) -> bool:
 def bmm(a: Tensor, b: Tensor, exact: bool) -> Tensor:
     """a [B, M, K] times b [B, K, N]: [B, M, N]. With `exact`, a row's bits do not depend on B or M."""
     rows = a.shape[1]
-    extra = _pad_count(rows, a.shape[2], b.shape[2], a.dtype, batched=True) if exact else 0
+    extra = _pad_count(a, b.shape[2], batched=True) if exact else 0
     if not extra:
         return torch.bmm(a, b)
     return torch.bmm(F.pad(a, (0, 0, 0, extra)), b)[:, :rows].contiguous()

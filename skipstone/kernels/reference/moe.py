@@ -6,11 +6,14 @@ do not depend on which other rows share its experts.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from skipstone.kernels.reference.gemm import linear
+from skipstone.kernels.reference.gemm import padded_rows, padded_rows_of_both
 from skipstone.kernels.reference.pointwise import GatedActivation, sigmoid
 
 
@@ -51,6 +54,41 @@ def _best_first(scores: Tensor, count: int) -> Tensor:
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
+class ExpertRows(NamedTuple):
+    """The (row, slot) pairs of a step sorted by expert, each expert's rows at places of their own.
+
+    An expert may get more places than rows, so that its products have a number of rows that keeps a row's bits.
+    """
+
+    touched: list[int]
+    sizes: list[int]  # places of each expert
+    source: Tensor  # [P] int64, the row at each place; row 0 where there is none
+    place: Tensor  # [T * K] int64, of every pair
+
+
+def group_by_expert(experts: Tensor, num_experts: int, padded: tuple[int, ...]) -> ExpertRows:
+    """Sort the pairs of experts [T, K]. `padded`: for small counts of rows, how many places they get."""
+    device, top_k = experts.device, experts.shape[1]
+    if experts.shape[0] == 1:
+        size = padded[1] if padded else 1
+        source = torch.zeros(1, dtype=torch.int64, device=device).expand(top_k * size)
+        return ExpertRows(experts[0].tolist(), [size] * top_k, source, torch.arange(top_k, device=device) * size)
+    ids = experts.reshape(-1).cpu().numpy()
+    order = ids.argsort(kind="stable")
+    counts = np.bincount(ids, minlength=num_experts)
+    small = (counts > 0) & (counts < len(padded))
+    places = counts.copy()
+    places[small] = np.array(padded, dtype=np.int64)[counts[small]]
+    shift = (places.cumsum() - places) - (counts.cumsum() - counts)
+    taken = np.arange(len(ids)) + shift.repeat(counts)
+    row_at, place_of = np.zeros(int(places.sum()), dtype=np.int64), np.empty(len(ids), dtype=np.int64)
+    row_at[taken] = order // top_k
+    place_of[order] = taken
+    chosen = counts.nonzero()[0]
+    on_device = (torch.from_numpy(array).to(device) for array in (row_at, place_of))
+    return ExpertRows(chosen.tolist(), places[chosen].tolist(), *on_device)
+
+
 def experts_forward(
     x: Tensor,
     experts: Tensor,
@@ -66,23 +104,29 @@ def experts_forward(
     x [T, H], experts [T, K] int64, weights [T, K] float32, gate_up [E, H, 2I], down [E, I, H].
     Returns [T, H] in `out_dtype`.
     """
-    top_k = experts.shape[1]
-    chosen = experts.flatten()
-    if x.shape[0] == 1:
-        touched, parts, order = chosen.tolist(), [x] * top_k, None
-    else:
-        order = chosen.argsort(stable=True)  # (row, slot) pairs by expert
-        counts = torch.bincount(chosen, minlength=gate_up.shape[0]).tolist()
-        touched = [expert for expert, count in enumerate(counts) if count]
-        by_expert = x.index_select(0, torch.div(order, top_k, rounding_mode="floor"))
-        parts = list(by_expert.split([counts[expert] for expert in touched]))
-    hidden = torch.cat([linear(part, gate_up[e], exact) for part, e in zip(parts, touched, strict=True)])
-    inner = activation(hidden).split([part.shape[0] for part in parts])
-    out = torch.cat([linear(part, down[e], exact) for part, e in zip(inner, touched, strict=True)])  # [T * K, H]
-    if order is not None:
-        out = torch.empty_like(out).index_copy_(0, order, out)
-    per_slot = out.float().view(x.shape[0], top_k, -1).mul_(weights[..., None])
+    x = x.to(gate_up.dtype)
+    rows = group_by_expert(experts, gate_up.shape[0], _padding(x, gate_up, down) if exact else ())
+    hidden = _expert_products(x.index_select(0, rows.source), rows, gate_up)
+    out = _expert_products(activation(hidden), rows, down).index_select(0, rows.place)  # [T * K, H]
+    per_slot = out.float().view(*experts.shape, -1).mul_(weights[..., None])
     total = per_slot[:, 0]
-    for slot in range(1, top_k):
+    for slot in range(1, experts.shape[1]):
         total = total + per_slot[:, slot]
     return total.to(out_dtype)
+
+
+def _padding(x: Tensor, gate_up: Tensor, down: Tensor) -> tuple[int, ...]:
+    """Places for each small number of rows, such that both products give a row the same bits."""
+    if not x.is_cpu:
+        return ()
+    shapes, threads = (gate_up.shape[1:], down.shape[1:]), torch.get_num_threads()
+    return padded_rows_of_both(*(padded_rows(k, n, x.dtype, False, threads) for k, n in shapes))
+
+
+def _expert_products(x: Tensor, rows: ExpertRows, weight: Tensor) -> Tensor:
+    """x [P, K] times each expert's own weight [E, K, N]: [P, N]."""
+    out = x.new_empty(x.shape[0], weight.shape[2])
+    each = weight.unbind(0)
+    for expert, part, place in zip(rows.touched, x.split(rows.sizes), out.split(rows.sizes), strict=True):
+        torch.mm(part, each[expert], out=place)
+    return out

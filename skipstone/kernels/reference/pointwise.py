@@ -67,9 +67,8 @@ class GatedActivation(NamedTuple):
         gate, up = gate_up.float().chunk(2, dim=-1)
         if self.limit != math.inf:
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-        slope = gate if self.alpha == 1.0 else gate * self.alpha
         up = up + self.shift if self.shift else up
-        return (gate / torch.exp(-slope).add_(1.0)).mul_(up).to(gate_up.dtype)
+        return (gate / (gate * -self.alpha).exp_().add_(1.0)).mul_(up).to(gate_up.dtype)
 
 
 SILU = GatedActivation()

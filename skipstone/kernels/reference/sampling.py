@@ -162,7 +162,7 @@ def _penalize(scores: Tensor, penalties: Penalties) -> None:
     seen = torch.zeros_like(counts, dtype=torch.bool)
     cells = (penalties.history_row, penalties.history_token)
     counts.index_put_(cells, penalties.history_is_output.to(counts.dtype), accumulate=True)
-    seen.index_put_(cells, torch.tensor(True, device=scores.device))
+    seen.index_put_(cells, torch.ones((), dtype=torch.bool, device=scores.device))
 
     row_scores = scores[penalties.rows]  # [P, V]
     repetition = penalties.repetition[:, None]
