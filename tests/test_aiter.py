@@ -53,7 +53,7 @@ def pa_decode_gluon(  # the names are the package's
             continue
         keys = key_cache[pages, 0].permute(0, 2, 1, 3).reshape(-1, width)[:length]
         values = value_cache[pages, 0].permute(0, 1, 3, 2).reshape(-1, width)[:length]
-        weights = torch.softmax((query[i] @ keys.T).float() * softmax_scale, dim=1)
+        weights = torch.softmax(query[i].float() @ keys.T.float() * softmax_scale, dim=1)
         output[i] = weights.to(output.dtype) @ values
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import platform
 import statistics
@@ -27,8 +28,8 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     import torch
 
     from skipstone.runtime.engine import Engine
-    from skipstone.tools.decode_floor import computing_modules, copy_rate
-    from skipstone.tools.slices import route_alike, slice_info
+    from skipstone.tools.decode_floor import computing_modules, copy_rate, route_alike
+    from skipstone.tools.slices import slice_info
 
     if not torch.cuda.is_available():
         raise ConfigError("bench decode needs a GPU; bench/decode.py of the sources measures a CPU")
@@ -44,9 +45,9 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     for k in ks:
         longest = max(prompts) + output_room(k, max(batches), args.tokens)
         speculation = {"spec": f"mtp:{k}", "simulate_acceptance": args.acceptance} if k else {"spec": "off"}
-        options: dict[str, Any] = {"max_num_batched_tokens": 8192, **values, **speculation}
-        options |= {"max_model_len": longest, "max_num_seqs": max(batches), "prefix_caching": False}
-        config = EngineConfig(model=f"slice {args.slice}", **options)
+        options: dict[str, Any] = {**values, **speculation, "max_model_len": longest, "max_num_seqs": max(batches)}
+        config = EngineConfig(model=f"slice {args.slice}", prefix_caching=False, **options)
+        torch.manual_seed(0)  # the weights
         engine = Engine(slice_info(args.slice), config)
         if args.routing == "alike":
             for module in computing_modules(engine):
@@ -86,11 +87,12 @@ def measure(engine: Engine, k: int, batch: int, prompt: int, args: argparse.Name
         _reach_decoding(engine)
         if seed == 1:
             _timed_steps(engine, 8)  # captures
+        touched = touched_experts(engine, 4)
+        gc.collect()  # not in the middle of what is timed
         seconds, length = _timed_steps(engine, args.tokens)
         steps.append(seconds)
         lengths.append(length)
-        if seed == args.rounds:
-            floor = decode_floor(engine, touched_experts(engine, 4), batch, prompt, k)
+        floor = decode_floor(engine, touched + touched_experts(engine, 4), batch, prompt, k)
         for request in list(engine.scheduler.running):
             engine.abort(request)
         engine.drop_started()
@@ -182,5 +184,6 @@ COMMAND = Command(
     usage="[--slice NAME] [--k LIST] [--batch LIST] [--prompt LIST] [options]",
     options={EngineConfig: OPTIONS},
     run=run,
+    defaults={"max_num_batched_tokens": 8192},
     add_arguments=_add_arguments,
 )

@@ -5,10 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from skipstone.errors import ConfigError
-from skipstone.layers.feed_forward import Router
 from skipstone.models.loader import ModelInfo
 from skipstone.registry import MODELS
 
@@ -79,13 +76,6 @@ _V32: dict[str, Any] = {
     "num_nextn_predict_layers": 1,
 }
 SLICES = {"m3": _M3, "v32": _V32}
-
-
-def route_alike(module: nn.Module) -> None:
-    """Have all rows choose the same experts, as weights near zero do: there the router's bias decides alone."""
-    for part in module.modules():
-        if isinstance(part, Router):
-            part.bias[: part.top_k] += 2.0  # scores are below 1
 
 
 def slice_info(name: str) -> ModelInfo:
