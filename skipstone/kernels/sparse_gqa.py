@@ -2,54 +2,58 @@
 
 Bits of a row depend on the row alone. Every selected block gives a partial result (maximum, sum, output) computed from
 that block only, and a row adds up its partials in ascending order with one sequence of operations. A program may do so
-in registers, or programs may share a row and leave partials in memory for the last of them: the numbers are the same.
+in registers, or programs may share a row and leave partials in memory for a second kernel: the numbers are the same.
 Rows of one request may also share a program, which then walks the union of their blocks; what a row did not select
 leaves its sums untouched.
+
+Weights are added up as a product with ones: matrix units add in one order, however keys lie on warps. On NVIDIA's GPUs
+up to Hopper that order is also the same for every number of rows of a product.
 """
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from skipstone.core.batch import Span
 from skipstone.errors import ShapeError
 from skipstone.kernels.gemm import is_hip
 from skipstone.kernels.sparse_gqa_prefill import MOST_DECODE_ROWS, prefill
-from skipstone.kernels.sparse_gqa_union import LOG2_E, Union, most_rows, union_of_rows
+from skipstone.kernels.sparse_gqa_union import LOG2_E, Union, capability, early_launch, most_rows, union_of_rows
 
 FULL_GRID = 128  # programs that keep the GPU busy: about one per multiprocessor of an H200
-MOST_SPLIT_ROWS = 4096  # rows times KV heads of a call that is split, at most
+MOST_HEADS = 64  # rows of a matrix product
 
 
 class Config(NamedTuple):
-    """Tile shape and launch parameters. Only `keys` and `heads` reach the bits, and depend on shapes alone."""
+    """Tile shape and launch parameters. `keys` reaches the bits, and depends on shapes alone."""
 
     heads: int  # rows of a matrix product: query rows times the heads of a group
     keys: int
     warps: int
     stages: int
+    pair: bool = False  # a block is two tiles of keys, and both are taken at once
 
 
-def config(dtype: torch.dtype, unit: int, split: bool, hip: bool) -> Config:
-    """Tiles for caches of `dtype` and blocks of `unit` tokens, for whole rows or rows split over programs."""
+def config(dtype: torch.dtype, unit: int, heads: int, programs: int) -> Config:
+    """Tiles for blocks of `unit` tokens and programs of `heads` heads.
+
+    Measured on an H200: few heads want whole blocks, as the steps of a block take longer than its products; then two
+    programs per multiprocessor want shared memory for one block each, and a single one for two.
+    """
     if dtype == torch.float32:
         return Config(16, min(unit & -unit, 16), 4, 1)
-    return Config(64, min(unit & -unit, 64), 4, 2 if split or hip else 3)
-
-
-@cache
-def arrival_counters(device: torch.device) -> Tensor:
-    """Zeros that the last arriving program of a row sets back to zero, so that no launch has to clear them.
-
-    One buffer for all calls: calls on one device must not overlap in time.
-    """
-    return torch.zeros(MOST_SPLIT_ROWS, dtype=torch.int32, device=device)
+    keys = min(unit & -unit, 64)
+    if is_hip():
+        return Config(MOST_HEADS, keys, 4, 2)
+    if heads >= MOST_HEADS or capability() >= 100:  # Blackwell multiplies many rows with another unit than few
+        return Config(MOST_HEADS, keys, 4, 3)
+    return Config(max(16, heads), keys, 4, 2 if programs > FULL_GRID else 3, unit == 2 * keys)
 
 
 def sparse_gqa(
@@ -66,26 +70,25 @@ def sparse_gqa(
         raise ShapeError(f"head width {width}: the kernel takes powers of two from 16 to 128; use the plain-torch op")
     if n > MOST_DECODE_ROWS and not exact and most_rows(indices.shape[2]) > 1:
         return prefill(q, k_cache, v_cache, indices, unit, span, scale)
-    rows_each, splits = plan(requests, n, indices.shape[1], indices.shape[2], q.shape[1], unit, q.dtype)
+    rows_each, splits = plan(requests, n, indices.shape[1], indices.shape[2], q.shape[1], q.dtype)
     return attend(q, k_cache, v_cache, indices, unit, span, scale, rows_each, splits)
 
 
-def plan(
-    requests: int, n: int, kv_heads: int, budget: int, heads: int, unit: int, dtype: torch.dtype
-) -> tuple[int, int]:
+def plan(requests: int, n: int, kv_heads: int, budget: int, heads: int, dtype: torch.dtype) -> tuple[int, int]:
     """Rows per program and programs per row, from counts that are known when a graph is captured.
 
-    Measured on an H200: sharing pays once it still fills the GPU; below that every row gets programs of its own, two
-    per multiprocessor if there are few rows.
+    Measured on an H200: sharing pays once it still fills the GPU; below that every row gets a program of its own, and
+    several once half of the GPU would be idle: one for each block, or as many as fill it.
     """
     group = triton.next_power_of_2(heads // kv_heads)
-    shared = min(config(dtype, unit, False, False).heads // group, triton.next_power_of_2(n), most_rows(budget))
+    most = 16 if dtype == torch.float32 else MOST_HEADS
+    shared = min(most // group, triton.next_power_of_2(n), most_rows(budget))
     if requests * kv_heads * triton.cdiv(n, shared) >= FULL_GRID:
         return shared, 1
     programs = requests * kv_heads * n
-    if programs >= FULL_GRID:
+    if 2 * programs >= FULL_GRID:
         return 1, 1
-    return 1, min(budget, 1 << (2 * FULL_GRID // programs).bit_length() - 1)
+    return 1, budget if programs * budget <= 2 * FULL_GRID else FULL_GRID // programs
 
 
 def attend(
@@ -105,87 +108,99 @@ def attend(
     rows, heads, width = q.shape
     kv_heads, budget = indices.shape[1:]
     group = heads // kv_heads
-    tiles = tiles or config(k_cache.dtype, unit, splits > 1, is_hip())
-    out = torch.empty_like(q)
-    saved = rows * kv_heads * budget * group if splits > 1 else 0
-    part_out = torch.empty(max(saved * width, 1), dtype=torch.float32, device=q.device)
-    part_max, part_sum = torch.empty(2, max(saved, 1), dtype=torch.float32, device=q.device)
+    padded, row_tiles = triton.next_power_of_2(group), triton.cdiv(n, rows_each)
+    share = triton.cdiv(budget, splits)
+    splits = triton.cdiv(budget, share)
+    grid = (row_tiles, splits, requests * kv_heads)
+    tiles = tiles or config(k_cache.dtype, unit, padded * rows_each, grid[0] * grid[1] * grid[2])
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    slots = 1 + (splits - 1) * share if splits > 1 else 0
+    part_out = torch.empty(rows, kv_heads, slots, group, width, dtype=torch.float32, device=q.device)
+    part_max, part_sum = torch.empty(2, rows, kv_heads, slots, group, dtype=torch.float32, device=q.device)
     union = (
         union_of_rows(indices, unit, span, rows_each, k_cache.shape[2], False)
         if rows_each > 1
         else Union(*[indices] * 5)
     )
-    row_tiles = triton.cdiv(n, rows_each)
-    _attend_kernel[(requests * kv_heads * splits * row_tiles,)](
-        q.contiguous(), k_cache, v_cache, out, indices, *union, span.positions.contiguous(), span.block_table,
-        part_out, part_max, part_sum, arrival_counters(q.device), n, span.block_table.stride(0), scale * LOG2_E, splits,
-        KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=triton.next_power_of_2(group), WIDTH=width, BUDGET=budget,
-        BUDGET_PAD=triton.next_power_of_2(budget), UNIT=unit, KEYS=tiles.keys, BLOCK_SIZE=k_cache.shape[2],
-        ROWS=rows_each, HEADS=tiles.heads, SPLIT=splits > 1, num_warps=tiles.warps, num_stages=tiles.stages,
-        enable_fp_fusion=False,  # kernels must not round the same expressions differently
+    early = early_launch()
+    common = {"GROUP": group, "WIDTH": width, "EARLY": bool(early), "enable_fp_fusion": False, **early}
+    _attend_kernel[grid](
+        q.contiguous(), k_cache, v_cache, out, indices, *union[:4], span.positions.contiguous(), span.block_table,
+        part_out, part_max, part_sum, n, span.block_table.stride(0), scale * LOG2_E, KV_HEADS=kv_heads,
+        GROUP_PAD=padded, BUDGET=budget, BUDGET_PAD=triton.next_power_of_2(budget), SHARE=share,
+        SHARE_PAD=triton.next_power_of_2(share), UNIT=unit, BLOCK_SIZE=k_cache.shape[2], ROWS=rows_each,
+        HEADS=tiles.heads, KEYS=tiles.keys, PAIR=tiles.pair, ONES=16 if is_hip() else 8, num_warps=tiles.warps,
+        num_stages=tiles.stages, **common,
     )  # fmt: skip
+    if splits > 1:
+        _merge_kernel[(rows * kv_heads, group)](out, part_out, part_max, part_sum, SLOTS=slots, num_warps=1, **common)
     return out
 
 
 @triton.jit
-def _add_tile(q, k, v, top, total, acc, limit, key, scale, fresh):
+def _number(top):
+    """A maximum to subtract, which is no infinity."""
+    return tl.where(top == float("-inf"), 0.0, top)
+
+
+@triton.jit
+def _weigh(scores, top, scale):
+    """Weights relative to a maximum."""
+    return tl.exp2(tl.fma(scores, scale, -tl.expand_dims(_number(top), len(top.shape))))
+
+
+@triton.jit
+def _sum(weights, ONES: tl.constexpr):
+    """Sum over keys."""
+    ones = tl.full([weights.shape[1], ONES], 1.0, weights.dtype)
+    return tl.max(tl.dot(weights, ones, input_precision="ieee"), axis=1)
+
+
+@triton.jit
+def _add_tile(q, k, v, top, total, acc, limit, key, scale, fresh, ONES: tl.constexpr):
     """Add one tile of keys to the partial result of its block; with `fresh` it is the block's first."""
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     scores = tl.where(key[None, :] <= limit[:, None], scores, float("-inf"))
     new_top = tl.max(scores, axis=1) * scale
     new_top = tl.where(fresh, new_top, tl.maximum(top, new_top))
-    base = tl.where(new_top == float("-inf"), 0.0, new_top)
-    weights = tl.exp2(tl.fma(scores, scale, -base[:, None]))
-    old = tl.exp2(top - base)
-    total = tl.where(fresh, 0.0, total * old) + tl.sum(weights, axis=1)
+    weights = _weigh(scores, new_top, scale).to(v.dtype)
+    old = tl.exp2(top - _number(new_top))
+    total = tl.where(fresh, 0.0, total * old) + _sum(weights, ONES)
     acc = tl.where(fresh, 0.0, acc * old[:, None])
-    acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
-    return new_top, total, acc
+    return new_top, total, tl.dot(weights, v, acc, input_precision="ieee")
+
+
+@triton.jit
+def _add_pair(q, k, first_v, second_v, limit, key, scale, ONES: tl.constexpr):
+    """Partial result of a block of two tiles: the numbers of `_add_tile` for one after the other, in fewer steps."""
+    KEYS: tl.constexpr = first_v.shape[0]
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    scores = tl.where(key[None, :] <= limit[:, None], scores, float("-inf"))
+    scores = tl.reshape(scores, [q.shape[0], 2, KEYS])
+    first, second = tl.split(tl.max(scores, axis=2) * scale)
+    top = tl.maximum(first, second)
+    # Not joined: behind that, operands of a product get another layout.
+    tops = tl.where(tl.arange(0, 2)[None, :] == 0, first[:, None], top[:, None])
+    weights = _weigh(scores, tops, scale)
+    first_weights, second_weights = tl.split(tl.permute(weights.to(k.dtype), (0, 2, 1)))
+    old = tl.exp2(first - _number(top))
+    total = _sum(first_weights, ONES) * old + _sum(second_weights, ONES)
+    acc = tl.dot(first_weights, first_v, input_precision="ieee") * old[:, None]
+    return top, total, tl.dot(second_weights, second_v, acc, input_precision="ieee")
 
 
 @triton.jit
 def _combine(top, total, acc, part_max, part_sum, part):
     """Add a partial result to a row. Fused operations are spelled out, so that every kernel rounds alike."""
     new_top = tl.maximum(top, part_max)
-    base = tl.where(new_top == float("-inf"), 0.0, new_top)
-    old = tl.exp2(top - base)
-    new = tl.exp2(part_max - base)
+    old = tl.exp2(top - _number(new_top))
+    new = tl.exp2(part_max - _number(new_top))
     total = tl.fma(total, old, part_sum * new)
     acc = tl.fma(acc, tl.broadcast_to(old[:, None], acc.shape), part * new[:, None])
     return new_top, total, acc
 
 
-@triton.jit
-def _merge(
-    out_ptr, part_out_ptr, part_max_ptr, part_sum_ptr, row, kv_head, h, parts,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, BUDGET: tl.constexpr, TOGETHER: tl.constexpr,
-):  # fmt: skip
-    """Add up the partial results of heads `h` of one row and KV head and write their output."""
-    d = tl.arange(0, WIDTH)
-    real = h < GROUP
-    place = (row * KV_HEADS + kv_head) * BUDGET * GROUP + h
-    top = tl.full(h.shape, float("-inf"), tl.float32)
-    total = tl.zeros(h.shape, tl.float32)
-    acc = tl.zeros([h.shape[0], WIDTH], tl.float32)
-    for first in range(0, parts, TOGETHER):
-        for i in tl.static_range(TOGETHER):  # unrolled, so that the loads of several parts overlap
-            part = first + i
-            here = real & (part < parts)
-            at = place + part * GROUP
-            part_max = tl.load(part_max_ptr + at, mask=here, other=float("-inf"), cache_modifier=".cg")
-            part_sum = tl.load(part_sum_ptr + at, mask=here, other=0.0, cache_modifier=".cg")
-            part_at = part_out_ptr + at[:, None] * WIDTH + d
-            part_out = tl.load(part_at, mask=here[:, None], other=0.0, cache_modifier=".cg")
-            new_top, new_total, new_acc = _combine(top, total, acc, part_max, part_sum, part_out)
-            top = tl.where(here, new_top, top)
-            total = tl.where(here, new_total, total)
-            acc = tl.where(here[:, None], new_acc, acc)
-    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    to = (row * KV_HEADS + kv_head) * GROUP + h
-    tl.store(out_ptr + to[:, None] * WIDTH + d, acc.to(out_ptr.dtype.element_ty), mask=real[:, None])
-
-
-@triton.jit(do_not_specialize=["n", "table_stride", "splits"])
+@triton.jit(do_not_specialize=["n", "table_stride"])
 def _attend_kernel(
     q_ptr,  # [T, H, D]
     k_ptr,  # [num_blocks, G, block_size, D]
@@ -196,126 +211,169 @@ def _attend_kernel(
     union_page_ptr,  # as union_block: where it lies in the cache
     union_rows_ptr,  # as union_block: one bit per row of the tile
     union_count_ptr,  # [R, row tiles, G]
-    union_full_ptr,
     positions_ptr,  # [R, n]
     table_ptr,  # [R, blocks]
-    part_out_ptr,  # see _merge_kernel
-    part_max_ptr,
+    part_out_ptr,  # [T, G, slots, group, D]: the first program's sums, then every other block's (SHARE < S)
+    part_max_ptr,  # [T, G, slots, group]
     part_sum_ptr,
-    arrived_ptr,  # [programs / splits] int32, zeros
     n,
     table_stride,
     scale,
-    splits,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr,
     WIDTH: tl.constexpr,
     BUDGET: tl.constexpr,
     BUDGET_PAD: tl.constexpr,
+    SHARE: tl.constexpr,  # entries of a row's list for each program
+    SHARE_PAD: tl.constexpr,
     UNIT: tl.constexpr,
-    KEYS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     HEADS: tl.constexpr,
-    SPLIT: tl.constexpr,
+    KEYS: tl.constexpr,
+    PAIR: tl.constexpr,
+    ONES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    TILES: tl.constexpr = UNIT // KEYS
-    PER_BLOCK: tl.constexpr = BLOCK_SIZE // UNIT
-    pid = tl.program_id(0)
-    row_tiles = (n + ROWS - 1) // ROWS
+    TILES: tl.constexpr = 1 if PAIR else UNIT // KEYS
     # Programs of neighbouring rows run side by side: what one loads, the others find in the L2 cache.
-    row_tile = pid % row_tiles
-    split = pid // row_tiles % splits
-    kv_head = pid // (row_tiles * splits) % KV_HEADS
-    request = (pid // (row_tiles * splits * KV_HEADS)).to(tl.int64)
-
+    row_tile = tl.program_id(0)
+    split = tl.program_id(1)
+    kv_head = tl.program_id(2) % KV_HEADS
+    request = (tl.program_id(2) // KV_HEADS).to(tl.int64)
     m = tl.arange(0, HEADS)
     member = m // GROUP_PAD
     local_row = row_tile * ROWS + member
     real = (member < ROWS) & (local_row < n) & (m % GROUP_PAD < GROUP)
     row = request * n + local_row
     d = tl.arange(0, WIDTH)
-    key = tl.arange(0, KEYS)
+    key = tl.arange(0, UNIT // TILES)
     head_place = (row * KV_HEADS + kv_head) * GROUP + m % GROUP_PAD
-    q = tl.load(q_ptr + head_place[:, None] * WIDTH + d, mask=real[:, None], other=0.0)
+    if EARLY:
+        gdc_wait()
+        if SHARE < BUDGET:  # whole rows let go at their end: programs in between would spread these unevenly
+            gdc_launch_dependents()
+    entry = tl.arange(0, SHARE_PAD)
     position = tl.load(positions_ptr + row, mask=real, other=-1).to(tl.int32)
     last_position = tl.max(position)
-
     if ROWS == 1:
-        list_ptr = indices_ptr + ((request * n + row_tile) * KV_HEADS + kv_head) * BUDGET
-        entry = tl.arange(0, BUDGET_PAD)
-        chosen = tl.load(list_ptr + entry, mask=entry < BUDGET, other=-1)
-        count = tl.where(last_position >= 0, tl.sum((chosen >= 0).to(tl.int32)), 0)
-        page_ptr, rows_ptr = list_ptr, list_ptr
+        index = split * SHARE + entry
+        indices_ptr += ((request * n + row_tile) * KV_HEADS + kv_head) * BUDGET
+        blocks = tl.load(indices_ptr + index, mask=(entry < SHARE) & (index < BUDGET), other=-1)
+        blocks = tl.where(last_position >= 0, blocks, -1)
+        table_ptr += request * table_stride
+        pages = tl.load(table_ptr + blocks // (BLOCK_SIZE // UNIT), mask=blocks >= 0, other=0).to(tl.int32)
+        count = tl.sum((blocks >= 0).to(tl.int32))
     else:
-        tile = (request * row_tiles + row_tile) * KV_HEADS + kv_head
+        tile = (request * tl.cdiv(n, ROWS) + row_tile) * KV_HEADS + kv_head
+        blocks = union_block_ptr + tile * (ROWS * BUDGET_PAD)
+        pages = union_page_ptr + tile * (ROWS * BUDGET_PAD)
+        union_rows_ptr += tile * (ROWS * BUDGET_PAD)
         count = tl.load(union_count_ptr + tile)
-        list_ptr = union_block_ptr + tile * (ROWS * BUDGET_PAD)
-        page_ptr = union_page_ptr + tile * (ROWS * BUDGET_PAD)
-        rows_ptr = union_rows_ptr + tile * (ROWS * BUDGET_PAD)
-    table_ptr += request * table_stride
-    first = 0
-    last = count * TILES
-    if SPLIT:
-        share = (BUDGET + splits - 1) // splits * TILES
-        first = split * share
-        last = tl.minimum(last, first + share)
+    q = tl.load(q_ptr + head_place[:, None] * WIDTH + d, mask=real[:, None], other=0.0)
 
     top = tl.full([HEADS], float("-inf"), tl.float32)
     total = tl.zeros([HEADS], tl.float32)
     acc = tl.zeros([HEADS, WIDTH], tl.float32)
     part_max, part_sum, part = top, total, acc
+    slot = (row * KV_HEADS + kv_head) * (1 + (tl.num_programs(1) - 1) * SHARE) + tl.maximum(1 + (split - 1) * SHARE, 0)
+    saved = slot * GROUP + m
+    value_key = tl.arange(0, KEYS)
     # The next block's place is read one round ahead: its latency hides behind the keys of this one.
-    block, page, chosen_by = _entry(
-        list_ptr, page_ptr, rows_ptr, table_ptr, first // TILES, first < last, PER_BLOCK, ROWS > 1
-    )
-    for i in range(first, last):
+    block, page, chosen_by = _entry(blocks, pages, union_rows_ptr, entry, 0, count, ROWS > 1)
+    for i in range(count * TILES):
         start = block * UNIT + i % TILES * KEYS
         place = ((page * KV_HEADS + kv_head) * BLOCK_SIZE + start % BLOCK_SIZE) * WIDTH
-        at = key[:, None] * WIDTH + d
-        k = tl.load(k_ptr + place + at)
-        v = tl.load(v_ptr + place + at, mask=key[:, None] <= last_position - start, other=0.0)
+        # For values that nobody sees, a seen one is read: they have no weight, but what lies there may be no number.
+        last_seen = tl.maximum(last_position - block * UNIT, 0) - i % TILES * KEYS
+        k = tl.load(k_ptr + place + (key[:, None] * WIDTH + d))
+        v = tl.load(v_ptr + place + d[None, :] + tl.minimum(value_key, last_seen)[:, None] * WIDTH)
         selects = (chosen_by >> member & 1) != 0
         limit = tl.where(selects, position - start, -1)
-        block, page, chosen_by = _entry(
-            list_ptr, page_ptr, rows_ptr, table_ptr, (i + 1) // TILES, i + 1 < last, PER_BLOCK, ROWS > 1
-        )
-        part_max, part_sum, part = _add_tile(q, k, v, part_max, part_sum, part, limit, key, scale, i % TILES == 0)
+        block, page, chosen_by = _entry(blocks, pages, union_rows_ptr, entry, (i + 1) // TILES, count, ROWS > 1)
+        if PAIR:
+            second_v = tl.load(v_ptr + place + d[None, :] + tl.minimum(KEYS + value_key, last_seen)[:, None] * WIDTH)
+            part_max, part_sum, part = _add_pair(q, k, v, second_v, limit, key, scale, ONES)
+        else:
+            part_max, part_sum, part = _add_tile(
+                q, k, v, part_max, part_sum, part, limit, key, scale, i % TILES == 0, ONES
+            )
         if i % TILES == TILES - 1:
-            if SPLIT:
-                saved = ((row * KV_HEADS + kv_head) * BUDGET + i // TILES) * GROUP + m % GROUP_PAD
-                tl.store(part_max_ptr + saved, part_max, mask=real)
-                tl.store(part_sum_ptr + saved, part_sum, mask=real)
-                tl.store(part_out_ptr + saved[:, None] * WIDTH + d, part, mask=real[:, None])
+            if SHARE == 1 and BUDGET > 1:
+                top, total, acc = part_max, part_sum, part
+            elif SHARE < BUDGET and split > 0:
+                to = saved + i // TILES * GROUP
+                _save(part_out_ptr, part_max_ptr, part_sum_ptr, to, d, part_max, part_sum, part, real, WIDTH)
             else:
                 new_top, new_total, new_acc = _combine(top, total, acc, part_max, part_sum, part)
                 top = tl.where(selects, new_top, top)
                 total = tl.where(selects, new_total, total)
                 acc = tl.where(selects[:, None], new_acc, acc)
-
-    if not SPLIT:
+    if SHARE == BUDGET:
+        if EARLY:
+            gdc_launch_dependents()
         acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         tl.store(out_ptr + head_place[:, None] * WIDTH + d, acc.to(out_ptr.dtype.element_ty), mask=real[:, None])
-    if SPLIT:
-        tl.debug_barrier()  # every thread's partials come before the count
-        group_id = pid // (row_tiles * splits) * row_tiles + row_tile
-        if tl.atomic_add(arrived_ptr + group_id, 1, sem="acq_rel", scope="gpu") == splits - 1:
-            tl.store(arrived_ptr + group_id, 0)
-            _merge(
-                out_ptr, part_out_ptr, part_max_ptr, part_sum_ptr, request * n + row_tile, kv_head,
-                tl.arange(0, GROUP_PAD), count, KV_HEADS, GROUP, WIDTH, BUDGET, 4,
-            )  # fmt: skip
+    elif SHARE == 1 or split == 0:
+        _save(part_out_ptr, part_max_ptr, part_sum_ptr, saved, d, top, total, acc, real, WIDTH)
+    else:
+        for j in tl.static_range(SHARE):
+            tl.store(part_max_ptr + saved + j * GROUP, top, mask=real & (j >= count))
 
 
 @triton.jit
-def _entry(list_ptr, page_ptr, rows_ptr, table_ptr, index, wanted, PER_BLOCK: tl.constexpr, SHARED: tl.constexpr):
-    """Block, its page and the rows that chose it (bits), at `index` of a list; zeros where it is not wanted."""
-    block = tl.load(list_ptr + index, mask=wanted, other=0)
+def _entry(blocks, pages, rows, entry, index, count, SHARED: tl.constexpr):
+    """Block, its page and the rows that chose it (bits), at `index` of a list, which lies in memory if SHARED."""
     if SHARED:
-        page = tl.load(page_ptr + index, mask=wanted, other=0).to(tl.int64)
-        chosen_by = tl.load(rows_ptr + index, mask=wanted, other=0)
+        block = tl.load(blocks + index, mask=index < count, other=0)
+        page = tl.load(pages + index, mask=index < count, other=0)
+        chosen_by = tl.load(rows + index, mask=index < count, other=0)
     else:
-        page = tl.load(table_ptr + block // PER_BLOCK, mask=wanted, other=0).to(tl.int64)
+        block = tl.sum(tl.where(entry == index, blocks, 0))
+        page = tl.sum(tl.where(entry == index, pages, 0))
         chosen_by = 1
-    return block, page, chosen_by
+    return block, page.to(tl.int64), chosen_by
+
+
+@triton.jit
+def _save(out_ptr, max_ptr, sum_ptr, place, d, part_max, part_sum, part, real, WIDTH: tl.constexpr):
+    """Leave a partial result for the merge."""
+    tl.store(max_ptr + place, part_max, mask=real)
+    tl.store(sum_ptr + place, part_sum, mask=real)
+    tl.store(out_ptr + place[:, None] * WIDTH + d, part, mask=real[:, None])
+
+
+@triton.jit
+def _merge_kernel(
+    out_ptr,  # [T, H, D]
+    part_out_ptr,  # see _attend_kernel
+    part_max_ptr,
+    part_sum_ptr,
+    GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SLOTS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Add up the partial results of one row and head; a place without any has the maximum -inf."""
+    place = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1) + tl.arange(0, 1)
+    d = tl.arange(0, WIDTH)
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+    top = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    acc = tl.zeros([1, WIDTH], tl.float32)
+    for i in tl.static_range(SLOTS):  # unrolled, so that all loads are under way at once
+        at = (place * SLOTS + i) * GROUP + h
+        part_max = tl.load(part_max_ptr + at)
+        part_sum = tl.load(part_sum_ptr + at)
+        part = tl.load(part_out_ptr + at[:, None] * WIDTH + d)
+        new_top, new_total, new_acc = _combine(top, total, acc, part_max, part_sum, part)
+        here = part_max > float("-inf")
+        top = tl.where(here, new_top, top)
+        total = tl.where(here, new_total, total)
+        acc = tl.where(here[:, None], new_acc, acc)
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    tl.store(out_ptr + (place * GROUP + h)[:, None] * WIDTH + d, acc.to(out_ptr.dtype.element_ty))

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from skipstone.core.batch import Span
+from skipstone.kernels.gemm import is_hip
 
 LOG2_E = 1.4426950408889634
 UNION_LIMIT = 128  # selected blocks of all rows of a tile, at most: every pair of them is compared
+
+
+@cache
+def capability() -> int:
+    """Of the NVIDIA GPU that kernels are compiled for, as in sm_90; 0 for AMD and in Triton's interpreter."""
+    if is_hip() or triton.knobs.runtime.interpret:
+        return 0
+    return int(triton.runtime.driver.active.get_current_target().arch)
+
+
+def early_launch() -> dict[str, bool]:
+    """Options of a launch that begins while the kernel before it ends; such a kernel waits for that one's results."""
+    return {"launch_pdl": True} if capability() >= 90 else {}
 
 
 def most_rows(budget: int) -> int:
@@ -45,6 +61,7 @@ def union_of_rows(indices: Tensor, unit: int, span: Span, rows_each: int, block_
     lists = torch.empty(3, requests, row_tiles, kv_heads, rows_each * padded, dtype=torch.int32, device=indices.device)
     counts = torch.empty(2, requests, row_tiles, kv_heads, dtype=torch.int32, device=indices.device)
     union = Union(lists[0], lists[1], lists[2], counts[0], counts[1])
+    early = early_launch()
     _union_kernel[(requests * row_tiles * kv_heads,)](
         indices,
         span.positions,
@@ -59,7 +76,9 @@ def union_of_rows(indices: Tensor, unit: int, span: Span, rows_each: int, block_
         UNIT=unit,
         BLOCK_SIZE=block_size,
         FULL_FIRST=full_first,
+        EARLY=bool(early),
         num_warps=4,
+        **early,
     )
     return union
 
@@ -94,7 +113,11 @@ def _union_kernel(
     UNIT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     FULL_FIRST: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     pid = tl.program_id(0)
     row_tiles = (n + ROWS - 1) // ROWS
     kv_head = pid % KV_HEADS
