@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from oracles.block_table import page_rows
 from oracles.tiny import VOCAB, Tiny, write_folder
 from torch import Tensor
@@ -20,6 +21,7 @@ from torch import Tensor
 from skipstone import LLM, SamplingParams
 from skipstone.attention import msa_aiter
 from skipstone.attention.msa_aiter import aiter_refusal, store_keys, store_values
+from skipstone.registry import ATTENTION
 
 pytest.importorskip("triton")
 CPU = torch.device("cpu")
@@ -51,10 +53,12 @@ def pa_decode_gluon(  # the names are the package's
         if length == 0:
             output[i] = torch.nan
             continue
-        keys = key_cache[pages, 0].permute(0, 2, 1, 3).reshape(-1, width)[:length]
-        values = value_cache[pages, 0].permute(0, 1, 3, 2).reshape(-1, width)[:length]
-        weights = torch.softmax(query[i].float() @ keys.T.float() * softmax_scale, dim=1)
-        output[i] = weights.to(output.dtype) @ values
+        unread = torch.arange(len(pages) * 16) >= length
+        keys = key_cache[pages, 0].permute(0, 2, 1, 3).reshape(-1, width).masked_fill(unread[:, None], 0)
+        values = value_cache[pages, 0].permute(0, 1, 3, 2).reshape(-1, width).masked_fill(unread[:, None], 0)
+        bias = torch.zeros(1, 1, len(unread), dtype=query.dtype).masked_fill_(unread, -1e30)
+        read = (tensor[None, None] for tensor in (query[i], keys, values))
+        output[i] = F.scaled_dot_product_attention(*read, attn_mask=bias[None], scale=softmax_scale)[0, 0]
 
 
 @pytest.fixture
@@ -134,6 +138,8 @@ def test_the_engine_computes_the_same(
     options = {"block_size": block_size, "max_num_batched_tokens": chunk}
     with monkeypatch.context() as without:
         without.setattr(msa_aiter, "platform_refusal", lambda device: "not here")
+        paged, load = ATTENTION.load("msa_paged"), ATTENTION.load  # adds up in the order of the pages as well
+        without.setattr(ATTENTION, "load", lambda name: paged if name == "msa" else load(name))
         expected = generated(paged_folder, exact=False, **options)
     assert not CALLS
     install(pa_decode_gluon)
