@@ -54,7 +54,7 @@ class Point(NamedTuple):
 
 
 AXES: dict[str, list[Any]] = {
-    "target": ["m3", "dsa"],
+    "target": ["m3", "dsa", "dsa_fp8"],
     "proposer": SAMPLED,
     "k": [1, 2, 3, 5, 8],
     "sampling": ["coupled", "greedy", "independent"],
