@@ -284,6 +284,8 @@ OP_CASES: dict[str, Callable[[Inputs], OpCase]] = {
     )
 }  # fmt: skip
 
+# Options of makers under which `doctor` compares an op once more.
+VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {"token_select": ({"fp8": True},)}
 # Scores of selections are made of whole numbers where results are compared, so that no rounding decides who is chosen.
 WHOLE = ("block_select", "token_select")
 # Float32 is part of what these mean: what is chosen, or which dtype gains have.
