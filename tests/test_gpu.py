@@ -52,15 +52,8 @@ def jobs() -> list[tuple[list[int], SamplingParams]]:
 def engine(model: str, spec: str, **more: Any) -> LLM:
     """`model`: a demo, and how its index keys are cached if that is to be said."""
     name, _, keys = model.partition(" ")
-    options = {
-        "model": name,
-        "index_keys": keys or "model",
-        "spec": spec,
-        "device": "cuda",
-        "max_num_seqs": 64,
-        "max_model_len": 1024,
-        **more,
-    }
+    own = {"model": name, "index_keys": keys or "model", "spec": spec}
+    options = {**own, "device": "cuda", "max_num_seqs": 64, "max_model_len": 1024, **more}
     return LLM(**options)
 
 

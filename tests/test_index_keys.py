@@ -20,7 +20,7 @@ from skipstone import LLM, SamplingParams
 from skipstone.core.batch import FIRST_BLOCK
 from skipstone.core.kv_cache import CacheMemory, CacheSpec, CacheTensorSpec, KVCache
 from skipstone.errors import UnsupportedError
-from skipstone.kernels.reference.fp8 import FP8, quantise
+from skipstone.kernels.reference.fp8 import FP8, quantise, widen
 from skipstone.models.deepseek_v32 import DeepseekV32, read_deepseek_v32
 from skipstone.registry import KERNELS
 from skipstone.tools.checkpoint import examine
@@ -52,6 +52,7 @@ def assert_quantised(values: Tensor) -> None:
 def test_the_oracle_knows_the_format() -> None:
     """Every byte has torch's value, and is that value's byte."""
     codes = torch.arange(256, dtype=torch.uint8)
+    assert torch.equal(widen(codes.view(FP8)).view(torch.int32), codes.view(FP8).float().view(torch.int32))
     for code, value in enumerate(codes.view(FP8).float().tolist()):
         ours = fp8.decode(code)
         if math.isnan(value):

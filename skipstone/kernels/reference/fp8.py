@@ -7,6 +7,8 @@ from torch import Tensor
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
+# Of every byte; on the CPU even where this file is first imported while a model is built on another device.
+VALUES = torch.arange(256, dtype=torch.uint8, device="cpu").view(FP8).float()
 SMALLEST_AMAX = 1e-4  # vectors below it are as good as zero, and their scale must not be
 
 
@@ -19,3 +21,11 @@ def quantise(values: Tensor) -> tuple[Tensor, Tensor]:
     wide = values.float()
     scale = wide.abs().amax(dim=-1, keepdim=True).clamp(min=SMALLEST_AMAX) / LARGEST  # [..., 1]
     return (wide / scale).clamp(-LARGEST, LARGEST).to(FP8), scale
+
+
+def widen(values: Tensor) -> Tensor:
+    """FP8 as float32 of the same shape, exactly."""
+    if values.device.type != "cpu":
+        return values.float()
+    # A CPU looks bytes up in a quarter of the time that torch's conversion takes.
+    return VALUES.index_select(0, values.contiguous().view(torch.uint8).flatten().int()).view(values.shape)

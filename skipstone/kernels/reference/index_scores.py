@@ -8,7 +8,7 @@ from torch import Tensor
 from skipstone.core.batch import Span
 from skipstone.core.kv_cache import movable
 from skipstone.kernels.reference.attention import KEY_TILE, gather_blocks
-from skipstone.kernels.reference.fp8 import FP8
+from skipstone.kernels.reference.fp8 import FP8, widen
 from skipstone.kernels.reference.gemm import bmm
 
 
@@ -44,7 +44,7 @@ def token_scores(
     heads, width = index_q.shape[1:]
     keys = gather_blocks(movable(index_k_cache), span.block_table, KEY_TILE)[:, 0].view(index_k_cache.dtype)
     if keys.dtype == FP8:
-        index_q, keys = index_q.float(), keys.float()
+        index_q, keys = widen(index_q), widen(keys)
     queries = index_q.reshape(requests, n * heads, width)
     scores = bmm(queries, keys.transpose(1, 2), exact).float().relu_().view(requests, n, heads, -1)
     scores = scores.mul_(head_weights.view(requests, n, heads, 1)).sum(dim=2)
