@@ -26,6 +26,7 @@ Dtype = Literal["auto", "float32", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda"]
 Kernels = Literal["auto", "reference", "triton"]
 DraftSampling = Literal["coupled", "greedy", "independent"]
+IndexKeys = Literal["model", "fp8"]
 Rule = Literal["exact", "rejection", "block"]
 PositiveInt = Annotated[int, Meta(ge=1)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
@@ -53,6 +54,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     num_blocks: Annotated[PositiveInt | None, Meta(description="cache blocks; default: from cache_memory_gb")] = None
     cache_memory_gb: Annotated[PositiveFloat | None, Meta(description="memory for all caches")] = None
     prefix_caching: Annotated[bool, Meta(description="reuse cached blocks of equal prompt beginnings")] = True
+    index_keys: Annotated[
+        IndexKeys,
+        Meta(description="cached index keys of DeepSeek-V3.2 and its MTP modules; model: in dtype"),
+    ] = "model"
     spec: Annotated[str, Meta(description="proposer and drafts per step: " + SPEC_FORMS)] = "auto"
     draft_sampling: Annotated[
         DraftSampling | None, Meta(description="noise that drafts are drawn with; none: coupled")

@@ -72,6 +72,7 @@ class LLM:
         layers = ", ".join(f"{count} {group}" for group, count in self._layer_kinds().items())
         tokens = self.engine.pool.num_ownable * caches.block_size
         dtype = str(self.engine.dtype).removeprefix("torch.")
+        keys = "; index keys in FP8 with a float32 scale each" if config.index_keys == "fp8" else ""
         on_cpu = self.engine.device.type == "cpu"
         kind = "CPU" if on_cpu else "GPU"
         name = f"cpu, {torch.get_num_threads()} threads" if on_cpu else torch.cuda.get_device_name()
@@ -79,7 +80,7 @@ class LLM:
         return [
             ("model", f"{self.info.architecture} from {self.folder.name}"),
             ("layers", layers),
-            ("dtype", f"{dtype} ({f'chosen for a {kind}' if config.dtype == 'auto' else 'as asked'})"),
+            ("dtype", f"{dtype} ({f'chosen for a {kind}' if config.dtype == 'auto' else 'as asked'}){keys}"),
             ("device", name),
             ("kernels", f"{self.engine.kernels.ops.implementation} ({self.engine.kernels.reason})"),
             ("numerics", exact if config.exact else "fast: bits may depend on the batch"),

@@ -105,6 +105,13 @@ def test_wrong_ids_are_found(replace_kernel: Callable[[str, Callable[..., Any]],
     assert "of the ids differ" in str(examine("block_select", "triton", torch.float32, CPU).failure)
 
 
+def test_other_choices_among_fp8_keys_alone_are_found(replace_kernel: Callable[..., None]) -> None:
+    """Scales that are left out: without FP8 nothing is wrong."""
+    own = KERNELS.load("token_select/reference")
+    replace_kernel("token_select", lambda q, w, k, scale, *rest: own(q, w, k, None, *rest))
+    assert "of the ids differ" in str(examine("token_select", "triton", torch.float32, CPU).failure)
+
+
 def test_wrong_caches_are_found(replace_kernel: Callable[[str, Callable[..., Any]], None]) -> None:
     right = KERNELS.load("store/reference")
     replace_kernel("store", lambda rows, cache, block, offset: right(rows, cache, block, (offset + 1) % cache.shape[2]))

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from oracles.tiny import VOCAB
+from oracles.tiny import VOCAB, engine_options
 
 from skipstone import LLM, SamplingParams
 
-MODELS = ["m3", "dsa"]
+MODELS = ["m3", "dsa", "dsa_fp8"]
 Prompt = list[int]
 Job = tuple[Prompt, SamplingParams]
 SEEDED = {
@@ -82,7 +82,8 @@ def everything(llm: LLM, some: list[Job]) -> list[list[tuple]]:
 def load(folder: Path, **options: object) -> LLM:
     """The engine on a tiny checkpoint, in float32 and exact."""
     defaults = {"dtype": "float32", "max_num_batched_tokens": 512, "max_num_seqs": 16, "num_blocks": 600}
-    return LLM(model=str(folder), exact=True, **({"prefix_caching": False} | defaults | options))
+    own = {"prefix_caching": False, **engine_options(folder)}
+    return LLM(model=str(folder), exact=True, **(own | defaults | options))
 
 
 @pytest.fixture(scope="module")
@@ -265,7 +266,7 @@ def test_seeds_matter_and_suffice(folder: Callable[[str], Path]) -> None:
     assert run(top_k=1, seed=1) == run(temperature=0.0)
 
 
-@pytest.mark.parametrize("name", ["m3", "m3_mixed", "m3_init", "dsa"])
+@pytest.mark.parametrize("name", ["m3", "m3_mixed", "m3_init", "dsa", "dsa_fp8"])
 def test_block_size_is_a_detail(name: str, folder: Callable[[str], Path]) -> None:
     """The same text for every size of cache blocks."""
     some = jobs()[4:9]

@@ -50,7 +50,10 @@ def jobs() -> list[tuple[list[int], SamplingParams]]:
 
 
 def engine(model: str, spec: str, **more: Any) -> LLM:
-    options = {"model": model, "spec": spec, "device": "cuda", "max_num_seqs": 64, "max_model_len": 1024, **more}
+    """`model`: a demo, and how its index keys are cached if that is to be said."""
+    name, _, keys = model.partition(" ")
+    own = {"model": name, "index_keys": keys or "model", "spec": spec}
+    options = {**own, "device": "cuda", "max_num_seqs": 64, "max_model_len": 1024, **more}
     return LLM(**options)
 
 
@@ -81,7 +84,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize("model", ["demo", "demo-dsa"])
+@pytest.mark.parametrize("model", ["demo", "demo-dsa", "demo-dsa fp8"])
 def test_bits_of_a_row_do_not_depend_on_what_runs_beside_it(model: str) -> None:
     expected = reference(model)
     for spec, batch, shuffled in WAYS:
@@ -100,7 +103,7 @@ def written(llm: LLM) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-@pytest.mark.parametrize("model", ["demo", "demo-dsa"])
+@pytest.mark.parametrize("model", ["demo", "demo-dsa", "demo-dsa fp8"])
 def test_graphs_and_overlap_write_the_plain_loops_texts(model: str) -> None:
     expected = written(engine(model, "off", cuda_graphs=False, overlap=False))
     heads = ["mtp:1", "mtp:3", "mtp:5", "ngram:4", *(["eagle3:3", "dflash:7"] if model == "demo" else [])]

@@ -18,6 +18,7 @@ from skipstone.kernels.reference import sampling as reference_sampling
 from skipstone.kernels.reference.norm_rope import HeadStore
 from skipstone.kernels.reference.pointwise import GatedActivation, Rotary
 from skipstone.layers.rotary import RotaryTable, rotary_table
+from skipstone.registry import KERNELS
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, about infinities and NaN
@@ -176,6 +177,19 @@ def test_store(heads: int, width: int, dtype: torch.dtype, cache_dtype: torch.dt
     wide = torch.cat([rows, rows], dim=1)[:, heads : 2 * heads]
     Kernel("store", writes=True)(wide, cache, block.int(), offset.int())
     assert same_bits(cache[SPARE_BLOCK + 1 :], expected[SPARE_BLOCK + 1 :])
+
+
+@pytest.mark.parametrize("by", ["triton", "reference"])
+def test_store_of_quantised_rows(by: str) -> None:
+    """FP8 rows keep every bit, NaN's too, and their scales are tensors of width 1."""
+    codes = torch.arange(256, dtype=torch.uint8).view(8, 1, 32)
+    block, offset = fresh_slots(8, 6, 16, seed=1)
+    for rows, width in ((codes.view(torch.float8_e4m3fn), 32), (randn(1, 8, 1, 1), 1)):
+        cache = torch.zeros(6, 1, 16, width, dtype=rows.dtype)
+        store = Kernel("store", writes=True) if by == "triton" else KERNELS.load("store/reference")
+        store(rows, cache, block, offset)
+        assert same_bits(cache[block, :, offset], rows)
+        assert int(cache.any(dim=-1).sum()) == 8
 
 
 # name: heads of the projection, normed ones, width, (first, heads) of each store

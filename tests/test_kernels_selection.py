@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, ab
 
 
 class Shape(NamedTuple):
-    """Geometry of one indexer; `init` and `local` are for blocks only."""
+    """Geometry of one indexer; `init` and `local` are for blocks only, `fp8` (in place of any dtype) for tokens."""
 
     op: str
     heads: int
@@ -29,6 +29,7 @@ class Shape(NamedTuple):
     budget: int
     init: int = 0
     local: int = 0
+    fp8: bool = False
 
 
 SHAPES = {
@@ -41,11 +42,14 @@ SHAPES = {
     "demo tokens": Shape("token_select", 4, 32, 64, 1, 24),
     "odd tokens": Shape("token_select", 3, 24, 16, 1, 5),
     "v3.2 tokens": Shape("token_select", 16, 128, 64, 1, 64),
+    "demo fp8": Shape("token_select", 4, 32, 64, 1, 24, fp8=True),
+    "odd fp8": Shape("token_select", 3, 24, 16, 1, 5, fp8=True),
+    "v3.2 fp8": Shape("token_select", 16, 128, 64, 1, 64, fp8=True),
 }
 NAMES = list(SHAPES)
-QUICK = ("two units a block", "odd tokens")  # one of each op; the interpreter is slow
-USUAL = (*QUICK, "no forced blocks", "demo tokens")
-FLOAT, HALF = torch.float32, torch.bfloat16
+QUICK = ("two units a block", "odd tokens", "odd fp8")  # one of each kind; the interpreter is slow
+USUAL = (*QUICK, "no forced blocks", "demo tokens", "demo fp8")
+FLOAT, HALF, FP8 = torch.float32, torch.bfloat16, torch.float8_e4m3fn
 
 
 def lengths(shape: Shape) -> list[int]:
@@ -61,8 +65,10 @@ def world(
     some: list[int] | None = None,
 ) -> Requests:
     shape = SHAPES[name]
-    requests = Requests(some or lengths(shape), shape.block_size, 3, dtype)
+    requests = Requests(some or lengths(shape), shape.block_size, 3, FP8 if shape.fp8 else dtype)
     values = getattr(requests, draw)
+    if shape.fp8:  # powers of two keep what is exact exact
+        requests.add_cache("scale", 1, 1, lambda *size: values(*size).exp2(), FLOAT)
     requests.add_cache("k", 1, shape.width, values)
     requests.add_query("q", shape.heads, shape.width, draw=values)
     weights = requests.small if draw == "small" else requests.randn
@@ -75,11 +81,11 @@ def rows_of(name: str, call: Call, exact: bool, replace: Callable[[Tensor], Tens
     shape, q = SHAPES[name], call.query("q")
     if replace is not None:
         q = replace(q)
-    kernel, cache = Kernel(shape.op), call.world.caches["k"]
+    kernel, cache, scale = Kernel(shape.op), call.world.caches["k"], call.world.caches.get("scale")
     if shape.op == "block_select":
         out = kernel(q, cache, call.span, shape.unit, shape.budget, shape.init, shape.local, exact)
     else:
-        out = kernel(q, call.query("w"), cache, call.span, shape.budget, exact)
+        out = kernel(q, call.query("w"), cache, scale, call.span, shape.budget, exact)
     groups = shape.heads if shape.op == "block_select" else 1
     assert out.dtype == torch.int32
     assert list(out.shape) == [len(q), groups, shape.budget]
@@ -92,7 +98,9 @@ def scores_of(shape: Shape, requests: Requests, row: Row) -> Tensor:
     keys = requests.keys["k"][request][: position + 1, 0].double()
     dots = requests.queries["q"][request][position].double() @ keys.T  # [heads, position + 1]
     if shape.op == "token_select":
-        return (dots.relu() * requests.queries["w"][request][position].double()[:, None]).sum(dim=0, keepdim=True)
+        scores = (dots.relu() * requests.queries["w"][request][position].double()[:, None]).sum(dim=0, keepdim=True)
+        scales = requests.keys["scale"][request][: position + 1, 0, 0].double() if shape.fp8 else 1.0
+        return scores * scales
     return torch.stack([part.amax(dim=1) for part in dots.split(shape.unit, dim=1)], dim=1)
 
 
@@ -126,7 +134,7 @@ def check_close(name: str, call: Call, exact: bool, slack: float) -> None:
 
 def some_last_rows(name: str, n: int, dtype: torch.dtype, exact: bool) -> bool:
     small = name in USUAL and (n, dtype, exact) in ((1, HALF, True), (4, FLOAT, True), (8, HALF, False))
-    return small or (name in ("small m3 blocks", "v3.2 tokens") and (n, dtype, exact) == (4, HALF, True))
+    return small or (name in ("small m3 blocks", "v3.2 tokens", "v3.2 fp8") and (n, dtype, exact) == (4, HALF, True))
 
 
 @pytest.mark.parametrize(
@@ -231,11 +239,16 @@ def test_infinite_scores(name: str, dtype: torch.dtype) -> None:
     """Products that overflow are equal to each other, whatever lies beyond the largest number."""
     shape = SHAPES[name]
     requests = world(name, dtype=dtype, some=[(shape.budget + 5) * shape.unit])
+    large = 448.0 if shape.fp8 else 1e30  # FP8 keys are multiplied by a scale, which is what overflows
     for i, k in enumerate(requests.keys["k"][0]):
-        k.fill_(1e30 * (1 + i % 3) if i // shape.unit % 2 else 0.5)
+        k.fill_((large if shape.fp8 else large * (1 + i % 3)) if i // shape.unit % 2 else 0.5)
+        if shape.fp8:
+            requests.keys["scale"][0][i] = 1e36 * (1 + i % 3) if i // shape.unit % 2 else 0.5
     for q, w in zip(requests.queries["q"], requests.queries["w"], strict=True):
-        q.fill_(1e30)
+        q.fill_(large)
         w.fill_(1)
+    if shape.fp8:
+        requests.set_cache("scale", requests.keys["scale"])
     requests.set_cache("k", requests.keys["k"])
     call = requests.last(1)
     (row,) = [row for row in call.rows if row is not None]

@@ -86,6 +86,8 @@ def sample_of_grid() -> list[Point]:
 
 
 SAMPLE = sample_of_grid()
+# The same points with index keys in FP8, on the same checkpoint.
+POINTS = [*SAMPLE, *(point._replace(target="dsa_fp8") for point in SAMPLE if point.target == "dsa")]
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +108,7 @@ def alone(folders: Folders) -> Callable[[str], list[list[Result]]]:
 def some_jobs(point: Point) -> slice:
     """Every fourth job, fewer where steps are small and many; all have their turn."""
     stride = {1: 10, 4: 6}.get(point.chunk, 4)
-    return slice(SAMPLE.index(point) % stride, None, stride)
+    return slice(POINTS.index(point) % stride, None, stride)
 
 
 def engine_of(point: Point, folders: Folders) -> LLM:
@@ -150,7 +152,7 @@ def test_the_sample_holds_every_pair_of_values() -> None:
     assert len(SAMPLE) < len(GRID) / 10
 
 
-@pytest.mark.parametrize("point", SAMPLE, ids=lambda p: "-".join(map(str, p)))
+@pytest.mark.parametrize("point", POINTS, ids=lambda p: "-".join(map(str, p)))
 def test_the_text_is_that_without_speculation(point: Point, folders: Folders, alone: Callable) -> None:
     assert_it_happened(point, check_point(point, some_jobs(point), folders, alone))
 

@@ -284,6 +284,7 @@ def cases(at: Folders) -> dict[Case, Callable[[], object]]:
         Case(
             "block-sparse attention; a block size that its blocks do not fill", "block_size=12", "multiple of 8"
         ): engine(at.m3, block_size=12),
+        Case("FP8 index keys; block-sparse attention", "index_keys=fp8", "MiniMaxM3"): engine(at.m3, index_keys="fp8"),
         Case("a context; fewer positions of the model", "max_model_len=9999", "640 positions"): engine(
             at.m3, max_model_len=9999
         ),

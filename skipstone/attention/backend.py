@@ -33,10 +33,14 @@ class CacheRows(NamedTuple):
     v: Tensor | None = None
     latent: Tensor | None = None
     index_k: Tensor | None = None
+    index_k_scale: Tensor | None = None
 
 
 class IndexQuery(NamedTuple):
-    """Queries of the indexer branch: q [T, heads, width]; weights [T, heads] float32 where heads are summed."""
+    """Queries of the indexer branch: q [T, heads, width]; weights [T, heads] float32 where heads are summed.
+
+    In the dtype of the cached index keys; scales of FP8 queries are part of the weights.
+    """
 
     q: Tensor
     weights: Tensor | None = None

@@ -53,10 +53,11 @@ class TokenIndexBackend:
         if metadata.everything is not None:
             return metadata.everything
         assert index.weights is not None
-        index_k, parts = cache.get(layer, "index_k"), []
+        keys = (cache.get(layer, "index_k"), cache.layers[layer].get("index_k_scale"))
+        parts = []
         for span in metadata.batch.spans:
             queries = (index.q[span.rows], index.weights[span.rows])
-            parts.append(self.ops.token_select(*queries, index_k, span, self.settings.budget, self.exact))
+            parts.append(self.ops.token_select(*queries, *keys, span, self.settings.budget, self.exact))
         return Selection(parts[0] if len(parts) == 1 else torch.cat(parts), 1)
 
 

@@ -19,9 +19,10 @@ from skipstone.core.batch import FIRST_BLOCK
 class CacheTensorSpec:
     """One cached quantity: `heads` vectors of `width` values a token, stored as [blocks, heads, block_size, width]."""
 
-    name: str  # "k", "v", "latent", "index_k"
+    name: str  # "k", "v", "latent", "index_k", "index_k_scale"
     heads: int
     width: int
+    dtype: torch.dtype | None = None  # None: that of the other caches
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,8 @@ class CacheSpec:
     tensors: tuple[CacheTensorSpec, ...]
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Bytes that one token takes in this layer."""
-        return sum(tensor.heads * tensor.width for tensor in self.tensors) * dtype.itemsize
+        """Bytes that one token takes in this layer; `dtype` is that of tensors without one of their own."""
+        return sum(tensor.heads * tensor.width * (tensor.dtype or dtype).itemsize for tensor in self.tensors)
 
 
 class CacheMemory(NamedTuple):
@@ -45,6 +46,11 @@ class CacheMemory(NamedTuple):
     block_size: int
     dtype: torch.dtype
     device: torch.device
+
+
+def movable(tensor: Tensor) -> Tensor:
+    """The tensor, or its bytes where it holds FP8: torch and Triton move bytes on every device, FP8 on some."""
+    return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
 
 
 class KVCache:
@@ -58,7 +64,8 @@ class KVCache:
         for spec in specs:
             tensors = self.layers.setdefault(spec.layer, {})
             for t in spec.tensors:
-                tensors[t.name] = torch.zeros(num_blocks, t.heads, block_size, t.width, dtype=dtype, device=device)
+                shape = (num_blocks, t.heads, block_size, t.width)
+                tensors[t.name] = torch.zeros(shape, dtype=t.dtype or dtype, device=device)
 
     def get(self, layer: int, name: str) -> Tensor:
         """[num_blocks, heads, block_size, width] of one layer."""
@@ -67,11 +74,11 @@ class KVCache:
     def copy_blocks(self, sources: Tensor, destinations: Tensor) -> None:
         """Copy whole blocks [N] int64 in every layer; all are read before any is written."""
         for tensors in self.layers.values():
-            for tensor in tensors.values():
+            for tensor in map(movable, tensors.values()):
                 tensor[destinations] = tensor[sources]
 
     def fill(self, value: float) -> None:
         """Overwrite every block that requests can own; tests poison unwritten slots with NaN this way."""
         for tensors in self.layers.values():
             for tensor in tensors.values():
-                tensor[FIRST_BLOCK:].fill_(value)
+                movable(tensor)[FIRST_BLOCK:] = movable(torch.tensor(value).to(tensor))

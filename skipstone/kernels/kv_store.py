@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from skipstone.core.kv_cache import movable
+
 TILE = 1024  # elements that a program moves at once
 
 
@@ -46,6 +48,8 @@ def store(rows: Tensor, cache: Tensor, slot_block: Tensor, slot_offset: Tensor) 
         return
     if rows.stride(2) != 1:
         rows = rows.contiguous()
+    if rows.dtype == cache.dtype:
+        rows, cache = movable(rows), movable(cache)
     block_width = triton.next_power_of_2(width)
     block_heads = max(min(triton.next_power_of_2(heads), TILE // block_width), 1)
     _store_kernel[(count, triton.cdiv(heads, block_heads))](

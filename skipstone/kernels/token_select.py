@@ -40,7 +40,8 @@ def config(rows: int, itemsize: int, hip: bool) -> ScoreConfig:
         return ScoreConfig(1, 128, 4, 2, 4)
     if rows == 1:
         return ScoreConfig(1, 128, 4, 3, 2)
-    return ScoreConfig(2, 128, 4, 3, 1)
+    # The registers of 4 warps do not hold the scores beside FP8 keys on their way to float16.
+    return ScoreConfig(2, 128, 8 if itemsize == 1 else 4, 3, 1)
 
 
 def pick_warps(hip: bool) -> int:
@@ -49,12 +50,19 @@ def pick_warps(hip: bool) -> int:
 
 
 def token_select(
-    index_q: Tensor, head_weights: Tensor, index_k_cache: Tensor, span: Span, budget: int, exact: bool
+    index_q: Tensor,
+    head_weights: Tensor,
+    index_k_cache: Tensor,
+    index_k_scale: Tensor | None,
+    span: Span,
+    budget: int,
+    exact: bool,
 ) -> Tensor:
-    """The `budget` best tokens of each row by sum over heads of weight * relu(q . k).
+    """The `budget` best tokens of each row by sum over heads of weight * relu(q . k), times the key's scale.
 
-    index_q [R * n, HI, D], head_weights [R * n, HI] float32, index_k_cache [num_blocks, 1, block_size, D]. Returns
-    [R * n, 1, budget] int32, ascending, then PAD. Exact and free form are the same kernels.
+    index_q [R * n, HI, D], head_weights [R * n, HI] float32, index_k_cache [num_blocks, 1, block_size, D], and for FP8
+    keys and queries index_k_scale [num_blocks, 1, block_size, 1] float32. Returns [R * n, 1, budget] int32, ascending,
+    then PAD. Exact and free form are the same kernels.
     """
     requests, n = span.positions.shape
     total, heads, width = index_q.shape
@@ -69,6 +77,7 @@ def token_select(
     shape = config(n, index_q.element_size(), is_hip())
     constants = {"BUDGET": budget, "CHUNK": CHUNK}
     score = {"HEADS": heads, "D": width, "BLOCK_SIZE": block_size, "ROWS": shape.rows, "TOKENS": shape.tokens}
+    score["FP8"] = index_k_scale is not None
     padded = {"BLOCK_H": max(triton.next_power_of_2(heads), 16), "BLOCK_D": triton.next_power_of_2(width)}
     options = {"num_warps": shape.warps, "num_stages": shape.stages, **compile_options(is_hip())}
     direct, longest = triton.next_power_of_2(budget * CHUNK), triton.next_power_of_2(length)
@@ -81,7 +90,7 @@ def token_select(
         splits = max(min(shape.programs * multiprocessors(q.device) // (requests * tiles), pieces), 1)
         if tiles > 1:
             splits = max(splits, triton.cdiv(pieces, 16))
-        tensors = (q, weights, index_k_cache, positions, table, keys, best)
+        tensors = (q, weights, index_k_cache, index_k_scale, positions, table, keys, best)
         numbers = (n, first, count, table_width, length, splits)
         _score_kernel[(splits, tiles, requests)](*tensors, *numbers, **constants, **score, **padded, **options)
         inputs = (keys, best, positions, chosen, n, first, count, length)
@@ -94,6 +103,7 @@ def _score_kernel(
     q_ptr,  # [R * n, HEADS, D]
     weights_ptr,  # [R * n, HEADS] float32
     cache_ptr,  # [num_blocks, 1, BLOCK_SIZE, D]
+    scale_ptr,  # [num_blocks, 1, BLOCK_SIZE, 1] float32, if FP8
     positions_ptr,  # [R, n]
     table_ptr,  # [R, table_width]
     keys_ptr,  # [R, count, length] int32
@@ -111,6 +121,7 @@ def _score_kernel(
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
+    FP8: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -134,6 +145,8 @@ def _score_kernel(
     weights = tl.load(weights_ptr + column_row, mask=real, other=0.0)
     dim = tl.arange(0, BLOCK_D)
     q = tl.load(q_ptr + column_row[:, None] * D + dim[None, :], mask=real[:, None] & (dim < D)[None, :], other=0.0)
+    if FP8:
+        q = q.to(tl.float16)
     keys_ptr += (request * count + local[None, :]) * length
     best_ptr += (request * count + local[None, :]) * (length // CHUNK)
     written = (local < count)[None, :]
@@ -142,16 +155,22 @@ def _score_kernel(
         block = tl.load(
             table_ptr + request * table_width + token // BLOCK_SIZE, mask=token < table_width * BLOCK_SIZE, other=0
         )
-        place = (block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE) * D
+        slot = block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE
+        place = slot * D
         if BLOCK_D == D:
             k = tl.load(cache_ptr + place[:, None] + dim[None, :])
         else:
             k = tl.load(cache_ptr + place[:, None] + dim[None, :], mask=(dim < D)[None, :], other=0.0)
+        if FP8:
+            # Exact, and one instruction for two keys. Hopper adds up products of FP8 with fewer bits than float32 has.
+            k = k.to(tl.float16)
         products = tl.dot(k, tl.trans(q), input_precision="ieee")
         products = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL) * weights[None, :]
         if HEADS != BLOCK_H:
             products = tl.where((head < HEADS)[None, :], products, 0.0)
         scores = tl.sum(tl.reshape(products, [TOKENS, ROWS, BLOCK_H]), axis=2)
+        if FP8:
+            scores *= tl.load(scale_ptr + slot)[:, None]
         key = tl.where(token[:, None] <= position[None, :], order_key(scores), UNSEEN)
         tl.store(keys_ptr + token[:, None], key, mask=written)
         chunk = piece * (TOKENS // CHUNK) + tl.arange(0, TOKENS // CHUNK)

@@ -95,6 +95,11 @@ class CausalLM(WeightedModel):
         """Read and check config.json. Raises ConfigError naming a key that is missing or out of range."""
         raise NotImplementedError
 
+    @staticmethod
+    def with_fp8_index_keys(config: Any) -> ModelConfig | None:
+        """The configuration with index keys cached in FP8; None where the architecture has none per token."""
+        return None
+
     def cache_specs(self) -> list[CacheSpec]:
         """One or two per layer: each a cache group, its tensors and its attention backend."""
         raise NotImplementedError

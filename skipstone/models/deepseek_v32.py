@@ -7,7 +7,7 @@ dims, the indexer rotates halves (i, i + d/2) of the first dims.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -17,6 +17,7 @@ from skipstone.attention.backend import AttentionStep, CacheRows, IndexQuery, Sp
 from skipstone.core.batch import Batch
 from skipstone.core.kv_cache import CacheSpec, CacheTensorSpec
 from skipstone.kernels.ops import OpsModule
+from skipstone.kernels.reference.fp8 import FP8, quantise
 from skipstone.kernels.reference.pointwise import SILU, Rotary
 from skipstone.layers.feed_forward import GatedMLP, MixtureOfExperts, Router
 from skipstone.layers.linear import LayerNorm, Linear, OutputLinear, RMSNorm
@@ -56,6 +57,7 @@ class DeepseekV32Config:
     kept_groups: int
     routed_scaling: float
     declared_mtp_modules: int
+    fp8_index_keys: bool = False  # no key of config.json: how index keys are cached
 
     @property
     def block_unit(self) -> int:
@@ -162,11 +164,19 @@ class LightningIndexer(OpsModule):
     def query(self, x: Tensor, projected_q: Tensor, rotary: Rotary) -> IndexQuery:
         """x [T, H], projected_q [T, HI * DI] -> rotated queries [T, HI, DI] and head weights [T, HI] float32."""
         q = self.ops.rotate(projected_q.view(x.shape[0], -1, self.config.index_dim), rotary)
-        return IndexQuery(q, self.head_weights(x).mul_(self.weight_scale))
+        weights = self.head_weights(x).mul_(self.weight_scale)
+        if not self.config.fp8_index_keys:
+            return IndexQuery(q, weights)
+        q, scale = quantise(q)  # [T, HI, DI], [T, HI, 1]
+        return IndexQuery(q, weights.mul_(scale[..., 0]))  # relu(a * s) = relu(a) * s, as scales are positive
 
-    def key(self, projected_k: Tensor, rotary: Rotary) -> Tensor:
-        """projected_k [T, DI] -> the cached index key [T, 1, DI]."""
-        return self.ops.rotate(self.k_norm(projected_k)[:, None], rotary)
+    def key(self, projected_k: Tensor, rotary: Rotary) -> CacheRows:
+        """projected_k [T, DI] -> the cached index key [T, 1, DI], in FP8 with its scale [T, 1, 1]."""
+        key = self.ops.rotate(self.k_norm(projected_k)[:, None], rotary)
+        if not self.config.fp8_index_keys:
+            return CacheRows(index_k=key)
+        key, scale = quantise(key)
+        return CacheRows(index_k=key, index_k_scale=scale)
 
 
 class Attention(OpsModule):
@@ -192,7 +202,7 @@ class Attention(OpsModule):
         latent_q, latent, rope_k, index_k = self.in_proj(x).split(self.in_widths, dim=-1)
         q, index_q = self.q_up(self.q_norm(latent_q)).split(self.q_widths, dim=-1)
         latent_row = torch.cat([self.kv_norm(latent)[:, None], self.ops.rotate(rope_k[:, None], rotary.mla)], dim=-1)
-        attend.write(CacheRows(latent=latent_row, index_k=self.indexer.key(index_k, rotary.indexer)))
+        attend.write(self.indexer.key(index_k, rotary.indexer)._replace(latent=latent_row))
         selection = attend.select(self.indexer.query(x, index_q, rotary.indexer))
         nope_q, rope_q = q.view(rows, config.heads, -1).split([config.nope_dim, config.rope_dim], dim=-1)
         key_up, value_up = self.kv_up.split([config.nope_dim, config.value_dim], dim=1)  # [H, nope | value, kv_rank]
@@ -206,10 +216,13 @@ class Attention(OpsModule):
         """One latent and one index key per token, shared by all heads."""
         config = self.config
         latent = CacheTensorSpec("latent", 1, config.kv_rank + config.rope_dim)
-        index_key = CacheTensorSpec("index_k", 1, config.index_dim)
+        index_key: tuple[CacheTensorSpec, ...] = (CacheTensorSpec("index_k", 1, config.index_dim),)
+        if config.fp8_index_keys:
+            scale = CacheTensorSpec("index_k_scale", 1, 1, torch.float32)
+            index_key = (CacheTensorSpec("index_k", 1, config.index_dim, FP8), scale)
         return [
             CacheSpec(self.layer, "latents", "dsa", (latent,)),
-            CacheSpec(self.layer, "index keys", "dsa_index", (index_key,)),
+            CacheSpec(self.layer, "index keys", "dsa_index", index_key),
         ]
 
     def weight_slots(self, prefix: str) -> dict[str, Tensor]:
@@ -288,6 +301,11 @@ class DeepseekV32(CausalLM):
 
     config: DeepseekV32Config
     read_config = staticmethod(read_deepseek_v32)
+
+    @staticmethod
+    def with_fp8_index_keys(config: Any) -> DeepseekV32Config:
+        """Index keys, one per token, can be in FP8."""
+        return replace(cast("DeepseekV32Config", config), fp8_index_keys=True)
 
     def __init__(self, config: DeepseekV32Config, dtype: torch.dtype, exact: bool, max_position: int) -> None:
         super().__init__()

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from skipstone.errors import CheckpointError, ConfigError
+from skipstone.errors import CheckpointError, ConfigError, UnsupportedError
 from skipstone.kernels.ops import Ops, use_ops
 from skipstone.models.base import CausalLM, WeightedModel
 from skipstone.registry import MODELS
@@ -46,6 +46,22 @@ def read_model_info(folder: Path) -> ModelInfo:
         raise ConfigError(f"config.json: architectures={names!r} must list the model class; take it from the release")
     model_class = MODELS.load(str(names[0]))
     return ModelInfo(folder, str(names[0]), raw, model_class, model_class.read_config(raw))
+
+
+def with_index_keys(info: ModelInfo, index_keys: str) -> ModelInfo:
+    """The model with its index keys cached as the option says.
+
+    Raises UnsupportedError for fp8 and an architecture whose index keys are not those of single tokens.
+    """
+    if index_keys != "fp8":
+        return info
+    config = info.model_class.with_fp8_index_keys(info.config)
+    if config is None:
+        raise UnsupportedError(
+            f"index_keys=fp8 and {info.architecture} cannot be combined: FP8 index keys are for token-sparse attention "
+            "(DeepSeek-V3.2), which this architecture does not have; leave --index-keys out"
+        )
+    return info._replace(config=config)
 
 
 def read_json(path: Path, purpose: str) -> dict[str, Any]:

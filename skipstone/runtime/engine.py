@@ -14,7 +14,7 @@ from skipstone.core.request import FinishReason, Request
 from skipstone.errors import ConfigError, RequestError
 from skipstone.kernels.dispatch import choose_device, choose_ops
 from skipstone.models.base import CausalLM, ModelConfig
-from skipstone.models.loader import Build, ModelInfo, build_model
+from skipstone.models.loader import Build, ModelInfo, build_model, with_index_keys
 from skipstone.runtime.block_pool import BlockPool
 from skipstone.runtime.device_loop import DeviceStep
 from skipstone.runtime.dry_run import LargestStep, measure_room
@@ -50,6 +50,7 @@ class Engine:
         self.kernels = choose_ops(self.device, config.kernels, config.exact)
         small = config.dtype == "bfloat16" or (config.dtype == "auto" and self.device.type != "cpu")
         self.dtype = torch.bfloat16 if small else torch.float32
+        info = with_index_keys(info, config.index_keys)
         positions = info.config.max_position_embeddings
         longest = min(config.max_model_len or positions, positions)
         self.model: CausalLM = build_model(

@@ -19,7 +19,16 @@ from skipstone.tools.check import numbers, positive
 if TYPE_CHECKING:
     from skipstone.runtime.engine import Engine
 
-OPTIONS = ("exact", "dtype", "kernels", "cuda_graphs", "overlap", "max_num_batched_tokens", "cache_memory_gb")
+OPTIONS = (
+    "exact",
+    "dtype",
+    "index_keys",
+    "kernels",
+    "cuda_graphs",
+    "overlap",
+    "max_num_batched_tokens",
+    "cache_memory_gb",
+)
 RATES = "0.8,0.6,0.4"  # acceptance length 2.8
 
 

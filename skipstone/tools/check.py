@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 DIFFERENT = 1
 DEFAULT_TOKENS = 48
 ENGINE_OPTIONS = (
-    "model", "dtype", "device", "exact", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size",
-    "num_blocks", "cache_memory_gb", "prefix_caching", "draft_sampling", "num_threads",
+    "model", "dtype", "index_keys", "device", "exact", "max_model_len", "max_num_seqs", "max_num_batched_tokens",
+    "block_size", "num_blocks", "cache_memory_gb", "prefix_caching", "draft_sampling", "num_threads",
 )  # fmt: skip
 
 

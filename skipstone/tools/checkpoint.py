@@ -15,7 +15,7 @@ import torch
 
 from skipstone.core.kv_cache import CacheSpec
 from skipstone.models.base import CausalLM, DraftHead
-from skipstone.models.loader import ModelInfo, read_model_info, shard_files
+from skipstone.models.loader import ModelInfo, read_model_info, shard_files, with_index_keys
 from skipstone.registry import DRAFT_HEADS
 from skipstone.runtime.available import candidates, count_mtp_modules
 from skipstone.runtime.memory import free_memory_bytes
@@ -77,6 +77,7 @@ class CheckpointReport(msgspec.Struct, frozen=True):
     vocab_size: int
     parts: list[PartReport]
     run_dtype: str
+    index_keys: str
     loaded_bytes: int
     cache_groups: list[CacheGroupReport]
     cache_bytes_per_token: int
@@ -100,12 +101,12 @@ class CheckpointReport(msgspec.Struct, frozen=True):
         return not (self.missing or self.unexpected or self.other_shape)
 
 
-def examine(folder: Path, dtype: str) -> CheckpointReport:
-    """Look into a checkpoint folder. `dtype` as in EngineConfig.
+def examine(folder: Path, dtype: str, index_keys: str = "model") -> CheckpointReport:
+    """Look into a checkpoint folder. `dtype` and `index_keys` as in EngineConfig.
 
     Raises CheckpointError for absent, truncated or damaged files; ConfigError and UnsupportedError for config.json.
     """
-    info = read_model_info(folder)
+    info = with_index_keys(read_model_info(folder), index_keys)
     files = shard_files(folder)
     tensors = [tensor for file in files for tensor in read_header(file)]
     run_dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
@@ -128,6 +129,7 @@ def examine(folder: Path, dtype: str) -> CheckpointReport:
         vocab_size=info.config.vocab_size,
         parts=_parts(matched),
         run_dtype=str(run_dtype).removeprefix("torch."),
+        index_keys=index_keys,
         loaded_bytes=loaded,
         cache_groups=groups,
         cache_bytes_per_token=per_token,

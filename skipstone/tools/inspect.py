@@ -24,7 +24,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     folder = locate(config.model)
     from skipstone.tools.checkpoint import examine  # imports torch, which errors above should not wait for
 
-    report = examine(folder, config.dtype)
+    report = examine(folder, config.dtype, config.index_keys)
     if args.json:
         print(msgspec.json.format(msgspec.json.encode(report)).decode())
     else:
@@ -55,6 +55,8 @@ def render(report: CheckpointReport) -> list[str]:
     lines += ["", f"{'cache group':<30}{'layers':>8}{'bytes per token in ' + report.run_dtype:>30}"]
     lines += [f"{group.group:<30}{group.layers:>8}{group.bytes_per_token:>30,}" for group in report.cache_groups]
     lines += [f"{'total':<30}{'':>8}{report.cache_bytes_per_token:>30,}", ""]
+    if report.index_keys == "fp8":
+        lines.append(_row("index keys", "cached in FP8 with a float32 scale each"))
     lines += [_row("memory", _fit(report)), "", *_speculation(report), "", *_problems(report)]
     return lines
 
@@ -113,7 +115,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 COMMAND = Command(
     summary="look into a checkpoint: sizes, layers, caches, what fits, what is missing",
     usage="MODEL [--json]",
-    options={EngineConfig: ("model", "dtype")},
+    options={EngineConfig: ("model", "dtype", "index_keys")},
     run=run,
     add_arguments=_add_arguments,
 )

@@ -45,8 +45,9 @@ def _selection() -> list[Cell]:
                 cells.append(Cell(name, "block_select", Load(batch, n, context), quick))
     cells += [Cell(f"M3 index+top-k prompt {n // K}k", "block_select", Load(1, n, n)) for n in (8 * K, 32 * K)]
     for batch, n, context in ((1, 1, 8 * K), (1, 1, 128 * K), (16, 1, 32 * K), (16, 4, 32 * K), (1, 4, 128 * K)):
-        name = f"DSA index+top-k {batch} x {n} at {context // K}k"
-        cells.append(Cell(name, "token_select", Load(batch, n, context), batch == 1 and n == 1))
+        for kind, options in (("", ()), ("FP8 ", (("fp8", True),))):
+            name = f"DSA {kind}index+top-k {batch} x {n} at {context // K}k"
+            cells.append(Cell(name, "token_select", Load(batch, n, context), batch == 1 and n == 1, options))
     return cells
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from skipstone.core.batch import PAD, SamplingRows
 from skipstone.kernels.reference.block_table import PAGE_SIZE, PageTable
+from skipstone.kernels.reference.fp8 import FP8
 from skipstone.kernels.reference.norm_rope import HeadStore
 from skipstone.kernels.reference.pointwise import GatedActivation
 from skipstone.tools.op_inputs import Inputs, distinct, keys_seen
@@ -160,17 +161,20 @@ def block_select(inputs: Inputs) -> OpCase:
     return OpCase((q, keys, span, sizes.unit, sizes.budget, 0, 1, EXACT), (0, 2), requests * context * row_bytes, work)
 
 
-def token_select(inputs: Inputs) -> OpCase:
-    """Index keys of one head, many weighted index queries."""
+def token_select(inputs: Inputs, fp8: bool = False) -> OpCase:
+    """Index keys of one head, many weighted index queries; in FP8 with a scale per key or not."""
     sizes, (requests, _, context, *_) = inputs.sizes, inputs.load
-    row_bytes = sizes.token_width * inputs.item
+    row_bytes = sizes.token_width * (FP8.itemsize if fp8 else inputs.item) + (torch.float32.itemsize if fp8 else 0)
     span, blocks = inputs.span(sizes.token_block, row_bytes)
-    keys = inputs.cache(blocks, 1, sizes.token_block, sizes.token_width)
+    keys, scales = inputs.cache(blocks, 1, sizes.token_block, sizes.token_width), None
     q = inputs.randn(inputs.load.rows, sizes.token_heads, sizes.token_width, whole=inputs.whole)
     weights = inputs.randn(inputs.load.rows, sizes.token_heads, dtype=torch.float32, whole=inputs.whole)
     work = 2.0 * keys_seen(span.positions) * sizes.token_heads * sizes.token_width
-    args = (q, weights, keys, span, sizes.token_budget, EXACT)
-    return OpCase(args, (0, 1, 3), requests * context * row_bytes, work)
+    if fp8:
+        scales = inputs.randn(blocks, 1, sizes.token_block, 1, dtype=torch.float32, whole=True).exp2()
+        q, keys = q.to(FP8), keys.to(FP8)
+    args = (q, weights, keys, scales, span, sizes.token_budget, EXACT)
+    return OpCase(args, (0, 1, 4), requests * context * row_bytes, work)
 
 
 def sparse_gqa(inputs: Inputs) -> OpCase:
@@ -280,6 +284,8 @@ OP_CASES: dict[str, Callable[[Inputs], OpCase]] = {
     )
 }  # fmt: skip
 
+# Options of makers under which `doctor` compares an op once more.
+VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {"token_select": ({"fp8": True},)}
 # Scores of selections are made of whole numbers where results are compared, so that no rounding decides who is chosen.
 WHOLE = ("block_select", "token_select")
 # Float32 is part of what these mean: what is chosen, or which dtype gains have.

@@ -13,7 +13,7 @@ from skipstone.kernels.ops import Implementation
 from skipstone.kernels.reference.block_table import PageTable
 from skipstone.kernels.reference.pointwise import Rotary
 from skipstone.registry import KERNELS
-from skipstone.tools.op_cases import EXACT, FLOAT32, OP_CASES, WHOLE, OpCase
+from skipstone.tools.op_cases import EXACT, FLOAT32, OP_CASES, VARIANTS, WHOLE, OpCase
 from skipstone.tools.op_inputs import SMALL, Inputs, Load, Sizes
 
 # Of all of a result against float64, by its length. bfloat16 rounds to 2^-9; results between products are rounded too.
@@ -139,13 +139,17 @@ def make_case(op: str, sizes: Sizes, load: Load, dtype: torch.dtype, device: tor
 
 def examine(op: str, implementation: Implementation, dtype: torch.dtype, device: torch.device) -> Verdict:
     """Compare an op with its reference, and a row alone with the row among others. Never raises for a broken op."""
+    found: list[Distance] = []
+    same: bool | None = None
     try:
-        case = make_case(op, SMALL, SELF_TEST_LOAD, dtype, device)
         function = KERNELS.load(f"{op}/{implementation}")
-        expected = reference_results(op, case)
-        modes = (False, True) if case.has_exact else (False,)
-        found = [distance(results(case, function, exact), expected) for exact in modes]
-        same = same_alone(case, function, 2) if case.per_row else None
+        for options in ({}, *VARIANTS.get(op, ())):
+            case = make_case(op, SMALL, SELF_TEST_LOAD, dtype, device, **options)
+            expected = reference_results(op, case)
+            modes = (False, True) if case.has_exact else (False,)
+            found += [distance(results(case, function, exact), expected) for exact in modes]
+            if case.per_row:
+                same = same is not False and same_alone(case, function, 2)
     except Exception as fault:  # whatever a kernel does wrong here is what the self-test is for
         return Verdict(op, None, None, " ".join(f"{type(fault).__name__}: {fault}".split())[:200])
     failures = [text for item in found if (text := item.failure(dtype)) is not None]

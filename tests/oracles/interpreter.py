@@ -5,6 +5,7 @@
   is what was measured on an H200. Unpatched, bits depend on what the BLAS library does with that shape.
 * Sums, functions and fused multiply-adds of float32 are rounded once; unpatched, the bits of the first two depend on
   numpy's vector loops, and the third is rounded twice.
+* The byte of e4m3 that is no number becomes NaN; unpatched it is 480.
 * Rounding to bfloat16 goes to the nearest, and keeps NaN; unpatched it cuts off.
 * What a masked load leaves undefined is NaN or a large number; unpatched it is zero.
 * Scalars can be bounds of a loop with numpy 2.4 as well, which no longer turns arrays of one number into a number.
@@ -23,7 +24,10 @@ import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, ReduceOps, TensorHandle
 
+from oracles.fp8 import decode
+
 HALF, FLOAT = tl.bfloat16, tl.float32
+E4M3 = np.array([decode(code) for code in range(256)], dtype=np.float16)
 UNDEFINED = 0x5BAD
 DEPTH = 16  # of a matrix instruction of bfloat16
 
@@ -55,6 +59,8 @@ def harden() -> None:
             return widened(data).view(np.uint32).reshape(data.shape)
         if (source, target) == (FLOAT, HALF):
             return narrowed(data)
+        if (source, target) == (tl.float8e4nv, tl.float16):
+            return E4M3[data].view(np.uint16)
         return convert(data, source, target, rounding)
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, precision: Any, imprecise: Any) -> Any:

@@ -137,7 +137,12 @@ def _attention(model: Geometry, requests: int, n: int) -> Iterator[Call]:
             index_q = empty(rows, model.index_heads, model.index_width, dtype=dtype)
         if model.latent:
             weights = empty(rows, model.index_heads, dtype=FLOAT)
-            yield "token_select", mode, _op("token_select", index_q, weights, index_k, span, model.budget, exact)
+            fp8 = tuple(tensor.to(torch.float8_e4m3fn) for tensor in (index_q, index_k))
+            for label, q, k, scale in (
+                (mode, index_q, index_k, None),
+                (f"{mode} fp8", fp8[0], fp8[1], empty(BLOCKS, 1, size, 1, dtype=FLOAT)),
+            ):
+                yield "token_select", label, _op("token_select", q, weights, k, scale, span, model.budget, exact)
             indices = torch.zeros(rows, 1, model.budget, dtype=torch.int32)
             cache = empty(BLOCKS, 1, size, model.latent, dtype=dtype)
             q = empty(rows, model.heads, model.latent, dtype=dtype)
@@ -238,8 +243,13 @@ def _heads(model: Geometry, rows: int) -> Iterator[Call]:
     slots = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64)
     rotary = Rotary(empty(rows, 1, width, dtype=FLOAT), empty(rows, 1, width, dtype=FLOAT), torch.arange(width))
     if model.latent:
-        cache = empty(BLOCKS, 1, model.block_size, width, dtype=dtype)
-        yield "store", "", _op("store", empty(rows, 1, width, dtype=dtype), cache, *slots)
+        for label, kind, wide in (
+            ("", dtype, width),
+            ("fp8", torch.float8_e4m3fn, model.index_width),
+            ("scale", FLOAT, 1),
+        ):
+            cache = empty(BLOCKS, 1, model.block_size, wide, dtype=kind)
+            yield "store", label, _op("store", empty(rows, 1, wide, dtype=kind), cache, *slots)
         yield "rotate", "", _op("rotate", empty(rows, model.heads, width, dtype=dtype), rotary)
         index = model.index_width
         yield (

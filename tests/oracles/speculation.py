@@ -18,7 +18,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 
-from oracles.tiny import TINY, VOCAB, Tiny, write_folder
+from oracles.tiny import TINY, VOCAB, Tiny, engine_options, write_folder
 from oracles.tiny_heads import with_mtp, write_head
 from skipstone import LLM, SamplingParams
 from skipstone.core.batch import Batch
@@ -52,7 +52,7 @@ WAYS: dict[str, Way] = {
     "eagle3": Way("eagle3:{folder}:{k}", head="eagle3"),
     "eagle3_wide": Way("eagle3:{folder}:{k}", head="eagle3_wide"),
     "dflash": Way("dflash:{folder}:{k}", head="dflash", most=7),
-    "draft": Way("draft:{folder}:{k}", draft_model={"m3": "m3_flat", "dsa": "m3_mixed"}),
+    "draft": Way("draft:{folder}:{k}", draft_model={"m3": "m3_flat", "dsa": "m3_mixed", "dsa_fp8": "m3_mixed"}),
     "ngram": Way("ngram:{k}"),
 }
 
@@ -131,7 +131,8 @@ def tokens(length: int, seed: int, vocab: int = VOCAB - 3) -> Prompt:
 def load(folder: Path | str, spec: str = "off", **options: Any) -> LLM:
     """A float32, exact engine with blocks of eight tokens."""
     defaults = {"block_size": 8, "num_blocks": 200, "max_num_batched_tokens": 512, "prefix_caching": False}
-    return LLM(model=str(folder), spec=spec, **({"dtype": "float32", "exact": True} | defaults | options))
+    own = {"dtype": "float32", "exact": True, **engine_options(folder)}
+    return LLM(model=str(folder), spec=spec, **(own | defaults | options))
 
 
 def check_batch(batch: Batch, vocab: int) -> None:

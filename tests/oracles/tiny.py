@@ -7,7 +7,7 @@ does not know the engine.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -298,7 +298,17 @@ def dsa() -> Tiny:
     return Tiny("dsa", cfg, store(out, wide), budget=16)
 
 
-TINY = {"m3": m3, "m3_flat": m3_flat, "m3_mixed": m3_mixed, "m3_init": m3_init, "dsa": dsa}
+def dsa_fp8() -> Tiny:
+    """The same checkpoint, for engines that cache index keys in FP8."""
+    return replace(dsa(), name="dsa_fp8")
+
+
+TINY = {"m3": m3, "m3_flat": m3_flat, "m3_mixed": m3_mixed, "m3_init": m3_init, "dsa": dsa, "dsa_fp8": dsa_fp8}
+
+
+def engine_options(folder: Path | str) -> dict[str, str]:
+    """What an engine on the folder of a tiny checkpoint is started with; the name of the folder begins with its own."""
+    return {"index_keys": "fp8"} if Path(folder).name.startswith("dsa_fp8") else {}
 
 
 def write_folder(tiny: Tiny, folder: Path) -> Path:

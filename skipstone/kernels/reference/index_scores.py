@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from skipstone.core.batch import Span
+from skipstone.core.kv_cache import movable
 from skipstone.kernels.reference.attention import KEY_TILE, gather_blocks
+from skipstone.kernels.reference.fp8 import FP8, widen
 from skipstone.kernels.reference.gemm import bmm
 
 
@@ -24,15 +26,29 @@ def block_scores(index_q: Tensor, index_k_cache: Tensor, span: Span, unit: int, 
     return scores.masked_fill_(hidden[:, :, None], -torch.inf).unflatten(-1, (-1, unit)).amax(dim=-1)
 
 
-def token_scores(index_q: Tensor, head_weights: Tensor, index_k_cache: Tensor, span: Span, exact: bool) -> Tensor:
-    """Sum over index heads of weight * relu(q . k), DeepSeek's lightning indexer.
+def token_scores(
+    index_q: Tensor,
+    head_weights: Tensor,
+    index_k_cache: Tensor,
+    index_k_scale: Tensor | None,
+    span: Span,
+    exact: bool,
+) -> Tensor:
+    """Sum over index heads of weight * relu(q . k), times the key's scale if it has one: DeepSeek's lightning indexer.
 
-    index_q [R * n, HI, D], head_weights [R * n, HI] float32, index_k_cache [num_blocks, 1, block_size, D].
+    index_q [R * n, HI, D], head_weights [R * n, HI] float32, index_k_cache [num_blocks, 1, block_size, D],
+    index_k_scale [num_blocks, 1, block_size, 1] float32 for FP8 keys and queries, whose products are made in float32.
     Returns [R, n, S] float32; entries past a row's position hold anything.
     """
     requests, n = span.positions.shape
     heads, width = index_q.shape[1:]
-    keys = gather_blocks(index_k_cache, span.block_table, KEY_TILE)[:, 0]  # [R, S, D]
+    keys = gather_blocks(movable(index_k_cache), span.block_table, KEY_TILE)[:, 0].view(index_k_cache.dtype)
+    if keys.dtype == FP8:
+        index_q, keys = widen(index_q), widen(keys)
     queries = index_q.reshape(requests, n * heads, width)
     scores = bmm(queries, keys.transpose(1, 2), exact).float().relu_().view(requests, n, heads, -1)
-    return scores.mul_(head_weights.view(requests, n, heads, 1)).sum(dim=2)
+    scores = scores.mul_(head_weights.view(requests, n, heads, 1)).sum(dim=2)
+    if index_k_scale is None:
+        return scores
+    scales = gather_blocks(index_k_scale, span.block_table, KEY_TILE)[:, 0, :, 0]  # [R, S]
+    return scores.mul_(scales[:, None])

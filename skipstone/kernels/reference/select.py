@@ -28,14 +28,21 @@ def block_select(
 
 
 def token_select(
-    index_q: Tensor, head_weights: Tensor, index_k_cache: Tensor, span: Span, budget: int, exact: bool
+    index_q: Tensor,
+    head_weights: Tensor,
+    index_k_cache: Tensor,
+    index_k_scale: Tensor | None,
+    span: Span,
+    budget: int,
+    exact: bool,
 ) -> Tensor:
     """The tokens that each row reads: scores and choice in one (DeepSeek-V3.2).
 
-    index_q [R * n, HI, D], head_weights [R * n, HI] float32, index_k_cache [num_blocks, 1, block_size, D]. Returns
-    [R * n, 1, budget], see `select_tokens`.
+    index_q [R * n, HI, D], head_weights [R * n, HI] float32, index_k_cache [num_blocks, 1, block_size, D], and for FP8
+    keys and queries index_k_scale [num_blocks, 1, block_size, 1] float32. Returns [R * n, 1, budget], see
+    `select_tokens`.
     """
-    scores = token_scores(index_q, head_weights, index_k_cache, span, exact)
+    scores = token_scores(index_q, head_weights, index_k_cache, index_k_scale, span, exact)
     return select_tokens(scores, span.positions, budget).flatten(0, 1)
 
 
