@@ -150,7 +150,9 @@ def test_measured_costs_and_throughput_are_the_injected_ones(
     assert report.acceptance["mtp"].accepted[0] > 0.2
     assert [cell.predicted.proposer for cell in report.validation] == [OFF, "mtp", OFF, "mtp"]
     assert all(abs(cell.error) < 0.1 for cell in report.validation), report.validation
-    assert all(abs(cell.error) < 1e-6 for cell in report.validation if cell.predicted.proposer == OFF)
+    assert all(abs(cell.error) < 1e-6 for cell in report.validation if cell.predicted.proposer == OFF), (
+        report.validation
+    )
 
 
 def test_given_rates_are_used_and_modules_limit_k(

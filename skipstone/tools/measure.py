@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from skipstone.config import EngineConfig
 from skipstone.core.observer import EmittedRun, Observer, Phase
@@ -20,6 +21,8 @@ from skipstone.tools.planner import OFF, Acceptance, Grid
 from skipstone.tools.workload import Job, encode_jobs, run_on, with_spec
 
 TURNS = 3  # of each k with the others; a turn has one step to settle and two that are measured
+WORTHLESS_DRAFTS = 3
+BETWEEN_YARDSTICKS = 6  # steps
 Tick = Callable[[], None]
 
 
@@ -163,15 +166,28 @@ def _grid(
     return Grid(contexts=list(texts), batches=list(batches), ks=list(ks), values=values)
 
 
-def throughput(
-    config: EngineConfig, spec: str, k: int, batch: int, jobs: Sequence[Job], tick: Tick
-) -> tuple[float, float]:
-    """Tokens per second of `batch` requests that decode side by side, and their mean context.
+class Throughput(NamedTuple):
+    """Tokens per second of requests that decode side by side, and what was found beside it."""
 
-    All prompts have their turn; a group's time counts from the end of its prompts to the first that ends.
+    tokens_per_second: float
+    context: float  # mean
+    yardstick: float  # mean seconds of a `yardstick_k` step; 0 where no run was long enough for one
+
+
+def yardstick_k(spec: str) -> int:
+    """Drafts of the steps by which a run is compared with the costs taken earlier: another number than the run has."""
+    return WORTHLESS_DRAFTS if spec == OFF else 0
+
+
+def throughput(config: EngineConfig, spec: str, k: int, batch: int, jobs: Sequence[Job], tick: Tick) -> Throughput:
+    """Tokens per second of `batch` requests.
+
+    All prompts have their turn; a group's time counts from the end of its prompts to the first that ends. Between the
+    steps that count, steps of another k are timed whose cost is known: machines that others use change their speed
+    within seconds.
     """
     tokens = contexts = steps = 0
-    seconds = 0.0
+    seconds, yardstick = 0.0, list[float]()
     with LLM(config=with_spec(config, spec, k)) as llm:
         ids = encode_jobs(llm, jobs)
         for first in range(0, len(ids), batch):
@@ -186,9 +202,39 @@ def throughput(
                 tokens += sum(len(event.token_ids) for event in events)
                 contexts += sum(len(request.token_ids) for request in requests)
                 steps += 1
+                if steps % BETWEEN_YARDSTICKS == 0 and all(map(_has_room, requests)):
+                    yardstick += _yardstick(llm, requests, spec)
             llm.close()
     tick()
-    return tokens / max(seconds, 1e-9), contexts / max(steps * batch, 1)
+    mean = statistics.mean(yardstick) if yardstick else 0.0
+    return Throughput(tokens / max(seconds, 1e-9), contexts / max(steps * batch, 1), mean)
+
+
+def _has_room(request: Request) -> bool:
+    """Whether no draft of the next steps would be cut by the request's length."""
+    return len(request.token_ids) + 4 * (WORTHLESS_DRAFTS + 1) < request.max_total_tokens and not request.finished
+
+
+def _yardstick(llm: LLM, requests: Sequence[Request], spec: str) -> list[float]:
+    """Seconds of two steps of `yardstick_k` drafts, after one to settle; none where a request ended."""
+    scheduler, k, times = llm.engine.scheduler, yardstick_k(spec), []
+    usual = scheduler.most_drafts
+    if spec != OFF:
+        scheduler.most_drafts = lambda num_requests: k
+    for _ in range(3):
+        if spec == OFF:
+            for request in requests:
+                request.drafts = request.token_ids[-2 * k : -k]
+        started = time.perf_counter()
+        llm.step()
+        times.append(time.perf_counter() - started)
+        if any(request.finished for request in requests):
+            times.clear()
+            break
+    scheduler.most_drafts = usual
+    if times and spec != OFF:
+        llm.step()  # makes the drafts that the next step verifies
+    return times[1:]
 
 
 def cut_texts(llm_ids: Sequence[list[int]], contexts: Sequence[int], count: int) -> dict[int, list[list[int]]]:

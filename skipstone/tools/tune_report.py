@@ -32,6 +32,7 @@ def render(report: TuneReport) -> None:
     out.print(f"table of {report.table.spec}, as first request, last request, k: {ranges}", markup=False)
     if report.validation:
         out.print(_validation(report))
+        out.print("speed: of the machine during the run, 1 while costs were taken; the error is at equal speed")
         out.print(f"median error of the predictions: {report.median_error:.1%}")
 
 
@@ -99,10 +100,10 @@ def _cell(prediction: Prediction, top: Prediction) -> str:
 
 def _validation(report: TuneReport) -> Table:
     table = Table(title="predicted and measured tokens per second", title_justify="left")
-    for heading in ("requests", "proposer", "k", "context", "predicted", "measured", "error"):
+    for heading in ("requests", "proposer", "k", "context", "predicted", "measured", "speed", "error"):
         table.add_column(heading, justify="left" if heading == "proposer" else "right")
     for cell in report.validation:
         p = cell.predicted
-        numbers = (f"{cell.context:.0f}", f"{p.tokens_per_second:.0f}", f"{cell.measured:.0f}", f"{cell.error:+.1%}")
-        table.add_row(str(p.batch), p.proposer, str(p.k), *numbers)
+        numbers = (f"{cell.context:.0f}", f"{p.tokens_per_second:.0f}", f"{cell.measured:.0f}", f"{cell.speed:.2f}")
+        table.add_row(str(p.batch), p.proposer, str(p.k), *numbers, f"{cell.error:+.1%}")
     return table

@@ -13,7 +13,7 @@ from skipstone.llm import LLM
 from skipstone.models.loader import read_model_info
 from skipstone.models.locate import locate
 from skipstone.runtime.k_table import KTable
-from skipstone.tools.measure import cut_texts, measure_proposer, measure_steps, throughput
+from skipstone.tools.measure import cut_texts, measure_proposer, measure_steps, throughput, yardstick_k
 from skipstone.tools.planner import OFF, Acceptance, Costs, Grid, Prediction, best, k_ranges, largest_k, predict
 from skipstone.tools.progress import Progress
 from skipstone.tools.tune import TuneOptions
@@ -25,11 +25,16 @@ MOST_REQUESTS = 64  # batch sizes that the table covers at least
 
 
 class Validation(msgspec.Struct, kw_only=True):
-    """A predicted cell and what was measured; `error` is relative to the measurement."""
+    """A predicted cell and what was measured.
+
+    `speed` is that of the machine during the run, from steps of known cost between those that count: 1 while costs were
+    taken. `error` of the prediction is relative to what would have been measured at speed 1.
+    """
 
     predicted: Prediction
     context: float
     measured: float
+    speed: float
     error: float
 
 
@@ -131,12 +136,28 @@ def validate(config: EngineConfig, report: TuneReport, jobs: Sequence[Job]) -> l
         for cell in cells:
             bar.say(f"{cell.proposer}, k = {cell.k}, {cell.batch} requests")
             spec = report.specs.get(cell.proposer, OFF)
-            measured, context = throughput(config, spec, cell.k, cell.batch, jobs, bar.tick)
+            run = throughput(config, spec, cell.k, cell.batch, jobs, bar.tick)
             # Predicted anew for the context that the run had.
-            again = predict(report.costs, report.acceptance, cell.proposer, cell.k, cell.batch, context)
-            error = again.tokens_per_second / measured - 1
-            found.append(Validation(predicted=again, context=context, measured=measured, error=error))
+            place = (cell.proposer, cell.k, cell.batch, run.context)
+            again = predict(report.costs, report.acceptance, *place)
+            known = _yardstick_cost(report.costs, spec, cell.proposer, cell.batch, run.context)
+            speed = known / run.yardstick if run.yardstick else 1.0
+            found.append(
+                Validation(
+                    predicted=again,
+                    context=run.context,
+                    measured=run.tokens_per_second,
+                    speed=speed,
+                    error=again.tokens_per_second * speed / run.tokens_per_second - 1,
+                )
+            )
     return found
+
+
+def _yardstick_cost(costs: Costs, spec: str, proposer: str, batch: int, context: float) -> float:
+    """Seconds that a step of the yardstick took when costs were taken."""
+    seconds = costs.step.at(context, batch, yardstick_k(spec))
+    return seconds if proposer == OFF else seconds + costs.draft[proposer].at(context, batch, 0)
 
 
 def _roomy(config: EngineConfig, options: TuneOptions) -> EngineConfig:
