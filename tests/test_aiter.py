@@ -56,8 +56,8 @@ def pa_decode_gluon(  # the names are the package's
         unread = torch.arange(len(pages) * 16) >= length
         keys = key_cache[pages, 0].permute(0, 2, 1, 3).reshape(-1, width).masked_fill(unread[:, None], 0)
         values = value_cache[pages, 0].permute(0, 1, 3, 2).reshape(-1, width).masked_fill(unread[:, None], 0)
-        bias = torch.zeros(1, 1, len(unread), dtype=query.dtype).masked_fill_(unread, -1e30)
-        read = (tensor[None, None] for tensor in (query[i], keys, values))
+        bias = torch.zeros(1, 1, len(unread)).masked_fill_(unread, -1e30)
+        read = (tensor[None, None].float() for tensor in (query[i], keys, values))
         output[i] = F.scaled_dot_product_attention(*read, attn_mask=bias[None], scale=softmax_scale)[0, 0]
 
 

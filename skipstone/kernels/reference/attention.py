@@ -20,7 +20,7 @@ from skipstone.kernels.reference.gemm import bmm
 KEY_TILE = 128
 LOWEST = torch.finfo(torch.float32).min
 SMALLEST = torch.finfo(torch.float32).tiny
-HIDDEN = -1e30  # added to the score of a key that a row may not see; bfloat16 has it too, unlike LOWEST
+HIDDEN = -1e30  # added to the score of a key that a row may not see; finite, so that a row may see none
 
 
 def gather_blocks(cache: Tensor, block_table: Tensor, multiple: int) -> Tensor:
@@ -218,9 +218,16 @@ def block_sparse_attention(
     rows, heads, width = q.shape
     sets = rows * k_cache.shape[1]
     k, v = (_read_blocks(cache, keys, unit).view(sets, 1, -1, width) for cache in (k_cache, v_cache))
-    bias = keys.bias[:, None].to(q.dtype)
-    out = F.scaled_dot_product_attention(q.reshape(sets, 1, -1, width), k, v, attn_mask=bias, scale=scale)
-    return out.reshape(rows, heads, width)
+    return fused_attention(q.reshape(sets, 1, -1, width), k, v, keys.bias[:, None], scale).reshape(rows, heads, width)
+
+
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
+    """torch's own attention in float32: q [B, 1, M, D], k and v [B, 1, S, D], bias [B, 1, 1, S] -> q's shape and dtype.
+
+    On CPUs with instructions for bfloat16 torch chooses by the size of the batch how it multiplies that type.
+    """
+    out = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), attn_mask=bias, scale=scale)
+    return out.to(q.dtype)
 
 
 def _read_blocks(cache: Tensor, keys: SelectedBlocks, unit: int) -> Tensor:

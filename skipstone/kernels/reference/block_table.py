@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from skipstone.errors import ShapeError, UnsupportedError
-from skipstone.kernels.reference.attention import HIDDEN
+from skipstone.kernels.reference.attention import HIDDEN, fused_attention
 
 PAGE_SIZE = 16
 
@@ -149,7 +149,6 @@ def paged_attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, table: PageTabl
     hidden = torch.arange(keys.shape[1], device=q.device) >= table.context_lens.view(-1, 1)  # [T * Hkv, P * 16]
     for read in (keys, values):
         read.masked_fill_(hidden[:, :, None], 0)  # weight zero does not silence a NaN
-    bias = torch.zeros_like(hidden, dtype=q.dtype).masked_fill_(hidden, HIDDEN)[:, None, None]
+    bias = torch.zeros_like(hidden, dtype=torch.float32).masked_fill_(hidden, HIDDEN)[:, None, None]
     queries = q.reshape(rows * kv_heads, 1, -1, width)
-    out = F.scaled_dot_product_attention(queries, keys[:, None], values[:, None], attn_mask=bias, scale=scale)
-    return out.reshape(rows, heads, width)
+    return fused_attention(queries, keys[:, None], values[:, None], bias, scale).reshape(rows, heads, width)
