@@ -22,7 +22,7 @@ from skipstone.errors import ConfigError
 from skipstone.runtime.runner import ModelRunner, StepHandle
 from skipstone.serve import cli
 from skipstone.spec.hidden_state import HiddenStateProposer
-from skipstone.tools import measure
+from skipstone.tools import measure, tune_run
 from skipstone.tools.planner import OFF, Acceptance, Costs, Grid, best, k_ranges, predict
 from skipstone.tools.tune import TuneOptions
 from skipstone.tools.tune_report import plot
@@ -110,17 +110,18 @@ class Clock:
     """A clock that only moves where a cost is injected."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 0.0
+        self.now, self.slowness = 0.0, 1.0
         monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: self.now))
         execute, propose = ModelRunner._execute, HiddenStateProposer.propose
 
         def slow_execute(runner: ModelRunner, step: StepPlan) -> StepHandle:
-            self.now += 0.010 + 0.001 * step.num_rows
+            self.now += self.slowness * (0.010 + 0.001 * step.num_rows)
             return execute(runner, step)
 
         def slow_propose(proposer: HiddenStateProposer, step: Any) -> Any:
             wanted = [request.wanted for request in step.requests]
-            self.now += 0.002 + 0.0005 * len(step.batch.input_ids) + 0.003 * max(max(wanted) - 1, 0)
+            drafts = max(max(wanted) - 1, 0)
+            self.now += self.slowness * (0.002 + 0.0005 * len(step.batch.input_ids) + 0.003 * drafts)
             return propose(proposer, step)
 
         monkeypatch.setattr(ModelRunner, "_execute", slow_execute)
@@ -153,6 +154,24 @@ def test_measured_costs_and_throughput_are_the_injected_ones(
     assert all(abs(cell.error) < 1e-6 for cell in report.validation if cell.predicted.proposer == OFF), (
         report.validation
     )
+
+
+def test_a_machine_that_became_slower_is_no_error(model: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything takes twice as long once costs are taken: half of the tokens are measured, the error stays."""
+    clock, validate = Clock(monkeypatch), tune_run.validate
+    usual = tune(make_config(model=str(model)), options(prompts))
+
+    def slowly(*arguments: Any) -> Any:
+        clock.slowness = 2.0
+        return validate(*arguments)
+
+    monkeypatch.setattr(tune_run, "validate", slowly)
+    clock.slowness = 1.0
+    slow = tune(make_config(model=str(model)), options(prompts))
+    for cell, expected in zip(slow.validation, usual.validation, strict=True):
+        assert (cell.speed, expected.speed) == (pytest.approx(0.5), pytest.approx(1.0))
+        assert cell.measured == pytest.approx(expected.measured / 2)
+        assert cell.error == pytest.approx(expected.error, abs=1e-6)
 
 
 def test_given_rates_are_used_and_modules_limit_k(

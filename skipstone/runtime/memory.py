@@ -17,9 +17,8 @@ from skipstone.models.base import ModelConfig
 
 DEFAULT_SHARE = 0.25  # of the free memory for the caches, when nothing else is asked
 GPU_SHARE = 0.9  # of what is free on a GPU, which serves nothing else
-DEFAULT_SEQUENCES = (
-    16  # no more full-length sequences than this (on a GPU: than run at once) when nothing else is asked
-)
+# No more full-length sequences than this when nothing else is asked; on a GPU than run at once, if that is more.
+DEFAULT_SEQUENCES = 16
 SMALLEST_BLOCK = 32
 
 

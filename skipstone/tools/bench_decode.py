@@ -52,7 +52,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     print(" ".join(f"{name:>13}" for name in header))
     cells = []
     for k in ks:
-        longest = max(prompts) + output_room(k, max(batches), args.tokens)
+        longest = max(prompts) + output_room(k, max(batches), args.steps)
         speculation = {"spec": f"mtp:{k}", "simulate_acceptance": args.acceptance} if k else {"spec": "off"}
         options: dict[str, Any] = {**values, **speculation, "max_model_len": longest, "max_num_seqs": max(batches)}
         config = EngineConfig(model=f"slice {args.slice}", prefix_caching=False, **options)
@@ -84,7 +84,7 @@ def _shown(value: object) -> str:
 
 
 def measure(engine: Engine, k: int, batch: int, prompt: int, args: argparse.Namespace, rate: float) -> dict[str, Any]:
-    """One cell. A step's time is that of `tokens` steps in which every request decodes and nothing else runs."""
+    """One cell. A step's time is that of `steps` steps in which every request decodes and nothing else runs."""
     from skipstone.tools.decode_floor import decode_floor, touched_experts
 
     _prefill(engine, batch, prompt, 0)  # compiles
@@ -92,13 +92,13 @@ def measure(engine: Engine, k: int, batch: int, prompt: int, args: argparse.Name
     prefill = statistics.median(_prefill(engine, batch, prompt, seed) for seed in rounds)
     steps, lengths = [], []
     for seed in rounds:
-        _start(engine, batch, prompt, output_room(k, batch, args.tokens), seed)
+        _start(engine, batch, prompt, output_room(k, batch, args.steps), seed)
         _reach_decoding(engine)
         if seed == 1:
             _timed_steps(engine, 8)  # captures
         touched = touched_experts(engine, 4)
         gc.collect()  # not in the middle of what is timed
-        seconds, length = _timed_steps(engine, args.tokens)
+        seconds, length = _timed_steps(engine, args.steps)
         steps.append(seconds)
         lengths.append(length)
         floor = decode_floor(engine, touched + touched_experts(engine, 4), batch, prompt, k)
@@ -177,7 +177,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--k", default="0,3", metavar="LIST", help="drafts a step, by the MTP module [0,3]")
     add("--batch", default="1,4", metavar="LIST", help="requests at once [1,4]")
     add("--prompt", default="1024,8192", metavar="LIST", help="tokens of a prompt [1024,8192]")
-    add("--tokens", type=positive, default=128, metavar="N", help="steps that are timed [128]")
+    add("--steps", type=positive, default=128, metavar="N", help="steps that are timed [128]")
     add("--rounds", type=positive, default=3, metavar="N", help="repeats, of which the median counts [3]")
     add(
         "--routing",

@@ -187,7 +187,8 @@ def throughput(config: EngineConfig, spec: str, k: int, batch: int, jobs: Sequen
     within seconds.
     """
     tokens = contexts = steps = 0
-    seconds, yardstick = 0.0, list[float]()
+    seconds = 0.0
+    yardstick: list[float] = []
     with LLM(config=with_spec(config, spec, k)) as llm:
         ids = encode_jobs(llm, jobs)
         for first in range(0, len(ids), batch):
