@@ -33,8 +33,8 @@ class Linear(OpsModule):
 class OutputLinear(OpsModule):
     """The product with the vocabulary, [L, in] -> [L, out]: the one large matrix that every step reads for few rows.
 
-    The weight is packed for oneDNN where that gives row-independent bits on this machine, which then also costs no
-    padding; else it stays a plain weight.
+    With plain torch the weight is packed for oneDNN where that gives row-independent bits on this machine, which then
+    also costs no padding; else it stays a plain weight.
     """
 
     def __init__(self, in_features: int, out_features: int, dtype: torch.dtype, exact: bool) -> None:
@@ -47,7 +47,9 @@ class OutputLinear(OpsModule):
         """Pack the weight, once, and let go of the plain one."""
         if self.weight.is_cuda:
             self.weight = nn.Parameter(self.weight.t().contiguous(), requires_grad=False)
-        elif packing_is_exact(*self.weight.shape, self.weight.dtype, torch.get_num_threads()):
+        elif self.ops.is_reference and packing_is_exact(
+            *self.weight.shape, self.weight.dtype, torch.get_num_threads()
+        ):
             self.packed = pack_weight(self.weight)
             del self.weight
         else:
