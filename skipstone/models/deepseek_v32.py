@@ -13,14 +13,15 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from skipstone.attention.backend import AttentionStep, CacheRows, IndexQuery, SparseSettings
+from skipstone.attention.backend import AttentionStep, CacheRows, IndexQuery, LayerAttention, SparseSettings
 from skipstone.core.batch import Batch
 from skipstone.core.kv_cache import CacheSpec, CacheTensorSpec
 from skipstone.kernels.ops import OpsModule
-from skipstone.kernels.reference.fp8 import FP8, quantise
+from skipstone.kernels.reference.fp8 import FP8
+from skipstone.kernels.reference.index_rows import KeyNorm
 from skipstone.kernels.reference.pointwise import SILU, Rotary
 from skipstone.layers.feed_forward import GatedMLP, MixtureOfExperts, Router
-from skipstone.layers.linear import LayerNorm, Linear, OutputLinear, RMSNorm
+from skipstone.layers.linear import Linear, OutputLinear, RMSNorm
 from skipstone.layers.rotary import RotaryTable, Yarn, rotary_table
 from skipstone.models.base import CausalLM, ConfigReader, HiddenStates, empty_parameter
 
@@ -157,26 +158,18 @@ class LightningIndexer(OpsModule):
     def __init__(self, config: DeepseekV32Config, exact: bool) -> None:
         super().__init__()
         self.config = config
-        self.k_norm = LayerNorm(config.index_dim, INDEX_NORM_EPS)
+        self.key_weight = empty_parameter(config.index_dim, dtype=torch.float32)
+        self.key_bias = empty_parameter(config.index_dim, dtype=torch.float32)
         self.head_weights = Linear(config.hidden_size, config.index_heads, torch.float32, exact)
         self.weight_scale = config.index_heads**-0.5 * config.index_dim**-0.5
 
-    def query(self, x: Tensor, projected_q: Tensor, rotary: Rotary) -> IndexQuery:
-        """x [T, H], projected_q [T, HI * DI] -> rotated queries [T, HI, DI] and head weights [T, HI] float32."""
-        q = self.ops.rotate(projected_q.view(x.shape[0], -1, self.config.index_dim), rotary)
-        weights = self.head_weights(x).mul_(self.weight_scale)
-        if not self.config.fp8_index_keys:
-            return IndexQuery(q, weights)
-        q, scale = quantise(q)  # [T, HI, DI], [T, HI, 1]
-        return IndexQuery(q, weights.mul_(scale[..., 0]))  # relu(a * s) = relu(a) * s, as scales are positive
-
-    def key(self, projected_k: Tensor, rotary: Rotary) -> CacheRows:
-        """projected_k [T, DI] -> the cached index key [T, 1, DI], in FP8 with its scale [T, 1, 1]."""
-        key = self.ops.rotate(self.k_norm(projected_k)[:, None], rotary)
-        if not self.config.fp8_index_keys:
-            return CacheRows(index_k=key)
-        key, scale = quantise(key)
-        return CacheRows(index_k=key, index_k_scale=scale)
+    def forward(
+        self, x: Tensor, projected_q: Tensor, projected_k: Tensor, rotary: Rotary, attend: LayerAttention
+    ) -> IndexQuery:
+        """x [T, H], projected_q [T, HI * DI], projected_k [T, DI] -> the rows' queries; their keys are cached."""
+        q = projected_q.view(x.shape[0], -1, self.config.index_dim)
+        norm = KeyNorm(self.key_weight, self.key_bias, INDEX_NORM_EPS)
+        return attend.index_rows(q, projected_k, self.head_weights(x), self.weight_scale, norm, rotary)
 
 
 class Attention(OpsModule):
@@ -202,8 +195,8 @@ class Attention(OpsModule):
         latent_q, latent, rope_k, index_k = self.in_proj(x).split(self.in_widths, dim=-1)
         q, index_q = self.q_up(self.q_norm(latent_q)).split(self.q_widths, dim=-1)
         latent_row = torch.cat([self.kv_norm(latent)[:, None], self.ops.rotate(rope_k[:, None], rotary.mla)], dim=-1)
-        attend.write(self.indexer.key(index_k, rotary.indexer)._replace(latent=latent_row))
-        selection = attend.select(self.indexer.query(x, index_q, rotary.indexer))
+        attend.write(CacheRows(latent=latent_row))
+        selection = attend.select(self.indexer(x, index_q, index_k, rotary.indexer, attend))
         nope_q, rope_q = q.view(rows, config.heads, -1).split([config.nope_dim, config.rope_dim], dim=-1)
         key_up, value_up = self.kv_up.split([config.nope_dim, config.value_dim], dim=1)  # [H, nope | value, kv_rank]
         absorbed = self.ops.bmm(nope_q.transpose(0, 1), key_up, self.exact).transpose(0, 1)  # [T, H, kv_rank]
@@ -242,8 +235,8 @@ class Attention(OpsModule):
             f"{prefix}.o_proj.weight": self.o_proj.hub_weight,
             f"{prefix}.indexer.wq_b.weight": index_q,
             f"{prefix}.indexer.wk.weight": index_k,
-            f"{prefix}.indexer.k_norm.weight": self.indexer.k_norm.weight,
-            f"{prefix}.indexer.k_norm.bias": self.indexer.k_norm.bias,
+            f"{prefix}.indexer.k_norm.weight": self.indexer.key_weight,
+            f"{prefix}.indexer.k_norm.bias": self.indexer.key_bias,
             f"{prefix}.indexer.weights_proj.weight": self.indexer.head_weights.hub_weight,
         }
 
