@@ -23,7 +23,7 @@ from skipstone.kernels.reference.pointwise import SILU, Rotary
 from skipstone.layers.feed_forward import GatedMLP, MixtureOfExperts, Router
 from skipstone.layers.linear import Linear, OutputLinear, RMSNorm
 from skipstone.layers.rotary import RotaryTable, Yarn, rotary_table
-from skipstone.models.base import CausalLM, ConfigReader, HiddenStates, empty_parameter
+from skipstone.models.base import CausalLM, ConfigReader, HiddenStates, Kept, empty_parameter
 
 INDEX_NORM_EPS = 1e-6
 
@@ -189,18 +189,23 @@ class Attention(OpsModule):
         self.o_proj = Linear(heads * config.value_dim, config.hidden_size, dtype, exact)
         self.indexer = LightningIndexer(config, exact)
 
-    def forward(self, x: Tensor, rotary: Rotaries, attention: AttentionStep) -> Tensor:
-        """Normalised x [T, H] -> [T, H]."""
-        config, rows, attend = self.config, x.shape[0], attention.per_layer[self.layer]
+    def forward(self, x: Tensor, rotary: Rotaries, attention: AttentionStep, kept: Kept | None = None) -> Tensor:
+        """Normalised x [T, H] -> [T, H], or [K, H] of the kept rows."""
+        config, attend = self.config, attention.per_layer[self.layer]
         latent_q, latent, rope_k, index_k = self.in_proj(x).split(self.in_widths, dim=-1)
         q, index_q = self.q_up(self.q_norm(latent_q)).split(self.q_widths, dim=-1)
         latent_row = torch.cat([self.kv_norm(latent)[:, None], self.ops.rotate(rope_k[:, None], rotary.mla)], dim=-1)
         attend.write(CacheRows(latent=latent_row))
-        selection = attend.select(self.indexer(x, index_q, index_k, rotary.indexer, attend))
+        index = self.indexer(x, index_q, index_k, rotary.indexer, attend)
+        mla = rotary.mla
+        if kept is not None:
+            attend, q, mla = kept.attention.per_layer[self.layer], q[kept.rows], mla.of_rows(kept.rows)
+            index = IndexQuery(index.q[kept.rows], None if index.weights is None else index.weights[kept.rows])
+        rows, selection = q.shape[0], attend.select(index)
         nope_q, rope_q = q.view(rows, config.heads, -1).split([config.nope_dim, config.rope_dim], dim=-1)
         key_up, value_up = self.kv_up.split([config.nope_dim, config.value_dim], dim=1)  # [H, nope | value, kv_rank]
         absorbed = self.ops.bmm(nope_q.transpose(0, 1), key_up, self.exact).transpose(0, 1)  # [T, H, kv_rank]
-        query = torch.cat([absorbed, self.ops.rotate(rope_q, rotary.mla)], dim=-1)
+        query = torch.cat([absorbed, self.ops.rotate(rope_q, mla)], dim=-1)
         latent_out = attend.run(query, selection)  # [T, H, kv_rank]
         out = self.ops.bmm(latent_out.transpose(0, 1), value_up.transpose(1, 2), self.exact).transpose(0, 1)
         return self.o_proj(out.reshape(rows, -1))
@@ -267,11 +272,12 @@ class DecoderLayer(nn.Module):
             self.ffn = MixtureOfExperts(hidden, config.expert_intermediate, width, router, SILU, dtype)
 
     def forward(
-        self, x: Tensor, update: Tensor | None, rotary: Rotaries, attention: AttentionStep
+        self, x: Tensor, update: Tensor | None, rotary: Rotaries, attention: AttentionStep, kept: Kept | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Stream x [T, H] and the last layer's update of it, yet to be added -> the same of this layer."""
+        """Stream x [T, H] and the last layer's update of it, yet to be added -> the same of this layer's kept rows."""
         x, normed = (x, self.attention_norm(x)) if update is None else self.attention_norm.add(x, update)
-        x, normed = self.ffn_norm.add(x, self.attention(normed, rotary, attention))
+        attended = self.attention(normed, rotary, attention, kept)
+        x, normed = self.ffn_norm.add(x if kept is None else x[kept.rows], attended)
         return x, self.ffn(normed)
 
     def weight_slots(self, prefix: str) -> dict[str, Tensor]:
@@ -316,7 +322,9 @@ class DeepseekV32(CausalLM):
         """One or two per layer."""
         return [spec for layer in self.layers for spec in layer.attention.cache_specs()]
 
-    def forward(self, batch: Batch, attention: AttentionStep, taps: tuple[int, ...] = ()) -> HiddenStates:
+    def forward(
+        self, batch: Batch, attention: AttentionStep, taps: tuple[int, ...] = (), kept: Kept | None = None
+    ) -> HiddenStates:
         """States of every row, see CausalLM."""
         x = self.embed[batch.input_ids]
         rotary = Rotaries(self.mla_rotary(batch.positions), self.index_rotary(batch.positions))
@@ -325,7 +333,7 @@ class DeepseekV32(CausalLM):
         for i, layer in enumerate(self.layers):
             if i in taps:
                 tapped.append(x if update is None else x + update)
-            x, update = layer(x, update, rotary, attention)
+            x, update = layer(x, update, rotary, attention, kept if layer is self.layers[-1] else None)
         assert update is not None
         x, normed = self.norm.add(x, update)
         if len(self.layers) in taps:
