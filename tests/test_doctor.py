@@ -125,7 +125,7 @@ def test_rows_that_depend_on_others_are_found(replace_kernel: Callable[[str, Cal
     assert verdict.same_alone is False and "row alone" in str(verdict.failure)
 
 
-@pytest.mark.parametrize("op", [op for op in OP_NAMES if op not in ("sample", "layer_norm")])
+@pytest.mark.parametrize("op", [op for op in OP_NAMES if op not in ("sample", "index_rows")])
 def test_cases_in_bfloat16(op: str) -> None:
     assert examine(op, "reference", torch.bfloat16, CPU).failure is None
 

@@ -17,11 +17,12 @@ pytest.importorskip("triton")
 # Where each op is tested; a new op is added here together with its tests.
 TESTED_IN = {
     "test_kernels_attention.py": ("dense_attention", "sparse_gqa", "sparse_mla"),
+    "test_index_rows.py": ("index_rows",),
     "test_kernels_selection.py": ("block_select", "token_select"),
     "test_kernels_steps.py": ("decode_rows", "accept"),
     "test_kernels_tables.py": ("verify_page_table", "prefill_page_table", "paged_attention"),
     "test_kernels_rows.py": (
-        "linear", "bmm", "rms_norm", "add_rms_norm", "layer_norm", "rotate", "norm_rotate_store", "gated", "store",
+        "linear", "bmm", "rms_norm", "add_rms_norm", "rotate", "norm_rotate_store", "gated", "store",
         "route", "experts_forward", "sample",
     ),
 }  # fmt: skip

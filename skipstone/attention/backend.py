@@ -17,6 +17,7 @@ from skipstone.core.kv_cache import CacheSpec, KVCache
 from skipstone.core.observer import Observer
 from skipstone.errors import UnsupportedError
 from skipstone.kernels.ops import Ops, load_ops
+from skipstone.kernels.reference.index_rows import IndexCache, KeyNorm
 from skipstone.kernels.reference.norm_rope import HeadStore
 from skipstone.kernels.reference.pointwise import Rotary
 from skipstone.registry import ATTENTION
@@ -32,8 +33,6 @@ class CacheRows(NamedTuple):
     k: Tensor | None = None
     v: Tensor | None = None
     latent: Tensor | None = None
-    index_k: Tensor | None = None
-    index_k_scale: Tensor | None = None
 
 
 class IndexQuery(NamedTuple):
@@ -114,6 +113,22 @@ class LayerAttention(NamedTuple):
         stores = tuple(HeadStore(places[name], cache.shape[1], cache) for name, cache in caches.items())
         slots = (self.batch.slot_block, self.batch.slot_offset)
         return self.ops.norm_rotate_store(projected, scaled_gain, eps, rotary, stores, *slots)
+
+    def index_rows(
+        self,
+        projected_q: Tensor,
+        projected_k: Tensor,
+        head_weights: Tensor,
+        weight_scale: float,
+        norm: KeyNorm,
+        rotary: Rotary,
+    ) -> IndexQuery:
+        """Cache the index keys of the rows, and return their queries; see the op of that name."""
+        caches = self.cache.layers[self.layer]
+        index = IndexCache(caches["index_k"], caches.get("index_k_scale"))
+        slots = (self.batch.slot_block, self.batch.slot_offset)
+        args = (projected_q, projected_k, head_weights, weight_scale, norm, rotary)
+        return IndexQuery(*self.ops.index_rows(*args, index, *slots))
 
     def select(self, query: IndexQuery) -> Selection:
         """The keys that each row reads. Only for layers with an indexer."""

@@ -35,7 +35,10 @@ class Observer:
     """Watches an engine; override what is of interest. Called within the step, so tensors must be copied to be kept."""
 
     wants_runs = True
-    """Whether `on_runs` is to be called; the scores it is given cost a pass over the logits."""
+    """Whether `on_runs` is to be called; the scores it is given cost a pass over the logits.
+
+    Where not, selections of the last layer may be those of the rows with logits only.
+    """
 
     def on_selection(self, layer: int, selection: Selection) -> None:
         """A sparse layer of the target has chosen the keys of every row of the step's batch."""

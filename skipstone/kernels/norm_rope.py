@@ -59,29 +59,6 @@ def _rms_norm_kernel(
 
 
 @triton.jit
-def _layer_norm_kernel(
-    x_ptr,  # [T, D]
-    weight_ptr,  # [D] float32
-    bias_ptr,  # [D] float32
-    out_ptr,  # [T, D]
-    row_stride,
-    eps,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    dim = tl.arange(0, BLOCK_D)
-    inside = dim < D
-    weight = tl.load(weight_ptr + dim, mask=inside, other=0.0)
-    bias = tl.load(bias_ptr + dim, mask=inside, other=0.0)
-    x = tl.load(x_ptr + row * row_stride + dim, mask=inside, other=0.0).to(tl.float32)
-    centred = tl.where(inside, x - tl.sum(x, axis=0) / D, 0.0)
-    variance = tl.sum(centred * centred, axis=0) / D
-    out = centred * tl.rsqrt(variance + eps) * weight + bias
-    tl.store(out_ptr + row * D + dim, out.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
 def _rotate_kernel(
     x_ptr,  # [T, HEADS, D]
     cos_ptr,  # [T, 1, D] float32
@@ -256,19 +233,6 @@ def _launch_rms_norm(
         BLOCK_D=block_width,
         num_warps=warps,
     )
-
-
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """x [..., D] to zero mean and unit variance, times weight plus bias (float32)."""
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    width = x.shape[-1]
-    rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, width).contiguous()
-    if rows.shape[0]:
-        _, block_width, warps = _tile(1, width)
-        _layer_norm_kernel[(rows.shape[0],)](
-            rows, weight, bias, out, rows.stride(0), eps, D=width, BLOCK_D=block_width, num_warps=warps
-        )
-    return out
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:

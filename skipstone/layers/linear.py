@@ -83,17 +83,3 @@ class RMSNorm(OpsModule):
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """x + residual, and the norm of it."""
         return self.ops.add_rms_norm(x, residual, self.weight, self.eps)
-
-
-class LayerNorm(OpsModule):
-    """Mean-and-variance norm with weight and bias in float32 (the indexer's keys of DeepSeek-V3.2)."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(width, dtype=torch.float32), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(width, dtype=torch.float32), requires_grad=False)
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., D] -> [..., D] in x's dtype."""
-        return self.ops.layer_norm(x, self.weight, self.bias, self.eps)

@@ -58,10 +58,20 @@ class Derives(Protocol):
         """Called once."""
 
 
+class Kept(NamedTuple):
+    """The K rows whose final states are wanted; the last layer only caches the keys of the others.
+
+    `attention` is the step of a batch of these rows alone. Rows are independent, so in exact mode no bit changes.
+    """
+
+    rows: Tensor  # [K] int64, ascending
+    attention: AttentionStep
+
+
 class HiddenStates(NamedTuple):
     """What a forward pass gives: states after the final norm, and the tapped ones in ascending order of layers."""
 
-    final: Tensor  # [T, H]
+    final: Tensor  # [T, H], or [K, H] of the kept rows
     taps: tuple[Tensor, ...] = ()  # each [T, H], the residual stream entering a layer
 
 
@@ -104,8 +114,14 @@ class CausalLM(WeightedModel):
         """One or two per layer: each a cache group, its tensors and its attention backend."""
         raise NotImplementedError
 
-    def forward(self, batch: Batch, attention: AttentionStep, taps: tuple[int, ...] = ()) -> HiddenStates:
-        """States of every row. `taps` lists layers whose input is wanted, ascending; num_layers is the last output."""
+    def forward(
+        self, batch: Batch, attention: AttentionStep, taps: tuple[int, ...] = (), kept: Kept | None = None
+    ) -> HiddenStates:
+        """States of every row, or of those that are `kept`.
+
+        `taps` lists layers whose input is wanted, ascending; num_layers is the last output, which nobody may tap when
+        only some rows are kept.
+        """
         raise NotImplementedError
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -13,16 +13,17 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from skipstone.attention.backend import AttentionStep, CacheRows, IndexQuery, SparseSettings
+from skipstone.attention.backend import AttentionStep, CacheRows, IndexQuery, LayerAttention, SparseSettings
 from skipstone.core.batch import Batch
 from skipstone.core.kv_cache import CacheSpec, CacheTensorSpec
 from skipstone.kernels.ops import OpsModule
-from skipstone.kernels.reference.fp8 import FP8, quantise
+from skipstone.kernels.reference.fp8 import FP8
+from skipstone.kernels.reference.index_rows import KeyNorm
 from skipstone.kernels.reference.pointwise import SILU, Rotary
 from skipstone.layers.feed_forward import GatedMLP, MixtureOfExperts, Router
-from skipstone.layers.linear import LayerNorm, Linear, OutputLinear, RMSNorm
+from skipstone.layers.linear import Linear, OutputLinear, RMSNorm
 from skipstone.layers.rotary import RotaryTable, Yarn, rotary_table
-from skipstone.models.base import CausalLM, ConfigReader, HiddenStates, empty_parameter
+from skipstone.models.base import CausalLM, ConfigReader, HiddenStates, Kept, empty_parameter
 
 INDEX_NORM_EPS = 1e-6
 
@@ -157,26 +158,18 @@ class LightningIndexer(OpsModule):
     def __init__(self, config: DeepseekV32Config, exact: bool) -> None:
         super().__init__()
         self.config = config
-        self.k_norm = LayerNorm(config.index_dim, INDEX_NORM_EPS)
+        self.key_weight = empty_parameter(config.index_dim, dtype=torch.float32)
+        self.key_bias = empty_parameter(config.index_dim, dtype=torch.float32)
         self.head_weights = Linear(config.hidden_size, config.index_heads, torch.float32, exact)
         self.weight_scale = config.index_heads**-0.5 * config.index_dim**-0.5
 
-    def query(self, x: Tensor, projected_q: Tensor, rotary: Rotary) -> IndexQuery:
-        """x [T, H], projected_q [T, HI * DI] -> rotated queries [T, HI, DI] and head weights [T, HI] float32."""
-        q = self.ops.rotate(projected_q.view(x.shape[0], -1, self.config.index_dim), rotary)
-        weights = self.head_weights(x).mul_(self.weight_scale)
-        if not self.config.fp8_index_keys:
-            return IndexQuery(q, weights)
-        q, scale = quantise(q)  # [T, HI, DI], [T, HI, 1]
-        return IndexQuery(q, weights.mul_(scale[..., 0]))  # relu(a * s) = relu(a) * s, as scales are positive
-
-    def key(self, projected_k: Tensor, rotary: Rotary) -> CacheRows:
-        """projected_k [T, DI] -> the cached index key [T, 1, DI], in FP8 with its scale [T, 1, 1]."""
-        key = self.ops.rotate(self.k_norm(projected_k)[:, None], rotary)
-        if not self.config.fp8_index_keys:
-            return CacheRows(index_k=key)
-        key, scale = quantise(key)
-        return CacheRows(index_k=key, index_k_scale=scale)
+    def forward(
+        self, x: Tensor, projected_q: Tensor, projected_k: Tensor, rotary: Rotary, attend: LayerAttention
+    ) -> IndexQuery:
+        """x [T, H], projected_q [T, HI * DI], projected_k [T, DI] -> the rows' queries; their keys are cached."""
+        q = projected_q.view(x.shape[0], -1, self.config.index_dim)
+        norm = KeyNorm(self.key_weight, self.key_bias, INDEX_NORM_EPS)
+        return attend.index_rows(q, projected_k, self.head_weights(x), self.weight_scale, norm, rotary)
 
 
 class Attention(OpsModule):
@@ -196,18 +189,23 @@ class Attention(OpsModule):
         self.o_proj = Linear(heads * config.value_dim, config.hidden_size, dtype, exact)
         self.indexer = LightningIndexer(config, exact)
 
-    def forward(self, x: Tensor, rotary: Rotaries, attention: AttentionStep) -> Tensor:
-        """Normalised x [T, H] -> [T, H]."""
-        config, rows, attend = self.config, x.shape[0], attention.per_layer[self.layer]
+    def forward(self, x: Tensor, rotary: Rotaries, attention: AttentionStep, kept: Kept | None = None) -> Tensor:
+        """Normalised x [T, H] -> [T, H], or [K, H] of the kept rows."""
+        config, attend = self.config, attention.per_layer[self.layer]
         latent_q, latent, rope_k, index_k = self.in_proj(x).split(self.in_widths, dim=-1)
         q, index_q = self.q_up(self.q_norm(latent_q)).split(self.q_widths, dim=-1)
         latent_row = torch.cat([self.kv_norm(latent)[:, None], self.ops.rotate(rope_k[:, None], rotary.mla)], dim=-1)
-        attend.write(self.indexer.key(index_k, rotary.indexer)._replace(latent=latent_row))
-        selection = attend.select(self.indexer.query(x, index_q, rotary.indexer))
+        attend.write(CacheRows(latent=latent_row))
+        index = self.indexer(x, index_q, index_k, rotary.indexer, attend)
+        mla = rotary.mla
+        if kept is not None:
+            attend, q, mla = kept.attention.per_layer[self.layer], q[kept.rows], mla.of_rows(kept.rows)
+            index = IndexQuery(index.q[kept.rows], None if index.weights is None else index.weights[kept.rows])
+        rows, selection = q.shape[0], attend.select(index)
         nope_q, rope_q = q.view(rows, config.heads, -1).split([config.nope_dim, config.rope_dim], dim=-1)
         key_up, value_up = self.kv_up.split([config.nope_dim, config.value_dim], dim=1)  # [H, nope | value, kv_rank]
         absorbed = self.ops.bmm(nope_q.transpose(0, 1), key_up, self.exact).transpose(0, 1)  # [T, H, kv_rank]
-        query = torch.cat([absorbed, self.ops.rotate(rope_q, rotary.mla)], dim=-1)
+        query = torch.cat([absorbed, self.ops.rotate(rope_q, mla)], dim=-1)
         latent_out = attend.run(query, selection)  # [T, H, kv_rank]
         out = self.ops.bmm(latent_out.transpose(0, 1), value_up.transpose(1, 2), self.exact).transpose(0, 1)
         return self.o_proj(out.reshape(rows, -1))
@@ -242,8 +240,8 @@ class Attention(OpsModule):
             f"{prefix}.o_proj.weight": self.o_proj.hub_weight,
             f"{prefix}.indexer.wq_b.weight": index_q,
             f"{prefix}.indexer.wk.weight": index_k,
-            f"{prefix}.indexer.k_norm.weight": self.indexer.k_norm.weight,
-            f"{prefix}.indexer.k_norm.bias": self.indexer.k_norm.bias,
+            f"{prefix}.indexer.k_norm.weight": self.indexer.key_weight,
+            f"{prefix}.indexer.k_norm.bias": self.indexer.key_bias,
             f"{prefix}.indexer.weights_proj.weight": self.indexer.head_weights.hub_weight,
         }
 
@@ -274,11 +272,12 @@ class DecoderLayer(nn.Module):
             self.ffn = MixtureOfExperts(hidden, config.expert_intermediate, width, router, SILU, dtype)
 
     def forward(
-        self, x: Tensor, update: Tensor | None, rotary: Rotaries, attention: AttentionStep
+        self, x: Tensor, update: Tensor | None, rotary: Rotaries, attention: AttentionStep, kept: Kept | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Stream x [T, H] and the last layer's update of it, yet to be added -> the same of this layer."""
+        """Stream x [T, H] and the last layer's update of it, yet to be added -> the same of this layer's kept rows."""
         x, normed = (x, self.attention_norm(x)) if update is None else self.attention_norm.add(x, update)
-        x, normed = self.ffn_norm.add(x, self.attention(normed, rotary, attention))
+        attended = self.attention(normed, rotary, attention, kept)
+        x, normed = self.ffn_norm.add(x if kept is None else x[kept.rows], attended)
         return x, self.ffn(normed)
 
     def weight_slots(self, prefix: str) -> dict[str, Tensor]:
@@ -323,7 +322,9 @@ class DeepseekV32(CausalLM):
         """One or two per layer."""
         return [spec for layer in self.layers for spec in layer.attention.cache_specs()]
 
-    def forward(self, batch: Batch, attention: AttentionStep, taps: tuple[int, ...] = ()) -> HiddenStates:
+    def forward(
+        self, batch: Batch, attention: AttentionStep, taps: tuple[int, ...] = (), kept: Kept | None = None
+    ) -> HiddenStates:
         """States of every row, see CausalLM."""
         x = self.embed[batch.input_ids]
         rotary = Rotaries(self.mla_rotary(batch.positions), self.index_rotary(batch.positions))
@@ -332,7 +333,7 @@ class DeepseekV32(CausalLM):
         for i, layer in enumerate(self.layers):
             if i in taps:
                 tapped.append(x if update is None else x + update)
-            x, update = layer(x, update, rotary, attention)
+            x, update = layer(x, update, rotary, attention, kept if layer is self.layers[-1] else None)
         assert update is not None
         x, normed = self.norm.add(x, update)
         if len(self.layers) in taps:

@@ -21,7 +21,7 @@ from skipstone.kernels.reference.pointwise import GatedActivation, Rotary
 from skipstone.layers.feed_forward import GatedMLP, MixtureOfExperts, Router
 from skipstone.layers.linear import Linear, OutputLinear, RMSNorm
 from skipstone.layers.rotary import RotaryTable, rotary_table
-from skipstone.models.base import CausalLM, ConfigReader, HiddenStates, empty_parameter
+from skipstone.models.base import CausalLM, ConfigReader, HiddenStates, Kept, empty_parameter
 
 
 @dataclass(frozen=True)
@@ -168,17 +168,19 @@ class Attention(nn.Module):
         self.norm = HeadNorm(self.head_counts, config.head_dim, config.eps)
         self.o_proj = Linear(config.heads * config.head_dim, config.hidden_size, dtype, exact)
 
-    def forward(self, x: Tensor, rotary: Rotary, attention: AttentionStep) -> Tensor:
-        """Normalised x [T, H] -> [T, H]."""
+    def forward(self, x: Tensor, rotary: Rotary, attention: AttentionStep, kept: Kept | None = None) -> Tensor:
+        """Normalised x [T, H] -> [T, H], or [K, H] of the kept rows."""
         attend = attention.per_layer[self.layer]
         projected = self.in_proj(x).view(x.shape[0], -1, self.config.head_dim)
         normed = sum(self.head_counts)
         places = dict(zip([*self.kinds, "v"], accumulate([0, *self.head_counts]), strict=True))
         heads = attend.norm_rotate_store(projected, self.norm.scaled_gain, self.norm.eps, rotary, places)
+        if kept is not None:
+            heads, attend = heads[kept.rows], kept.attention.per_layer[self.layer]
         branches = dict(zip(self.kinds, heads[:, :normed].split(self.head_counts, dim=1), strict=True))
         selection = attend.select(IndexQuery(branches["index_q"])) if self.sparse else None
         out = attend.run(branches["q"], selection)
-        return self.o_proj(out.reshape(x.shape[0], -1))
+        return self.o_proj(out.reshape(heads.shape[0], -1))
 
     def cache_specs(self) -> list[CacheSpec]:
         """Keys and values; sparse layers also cache one index key per token."""
@@ -228,11 +230,12 @@ class DecoderLayer(nn.Module):
             self.ffn = GatedMLP(hidden, config.dense_intermediate, activation, dtype, exact)
 
     def forward(
-        self, x: Tensor, update: Tensor | None, rotary: Rotary, attention: AttentionStep
+        self, x: Tensor, update: Tensor | None, rotary: Rotary, attention: AttentionStep, kept: Kept | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Stream x [T, H] and the last layer's update of it, yet to be added -> the same of this layer."""
+        """Stream x [T, H] and the last layer's update of it, yet to be added -> the same of this layer's kept rows."""
         x, normed = (x, self.attention_norm(x)) if update is None else self.attention_norm.add(x, update)
-        x, normed = self.ffn_norm.add(x, self.attention(normed, rotary, attention))
+        attended = self.attention(normed, rotary, attention, kept)
+        x, normed = self.ffn_norm.add(x if kept is None else x[kept.rows], attended)
         return x, self.ffn(normed)
 
     def weight_slots(self, prefix: str) -> dict[str, Tensor]:
@@ -272,7 +275,9 @@ class MiniMaxM3(CausalLM):
         """One or two per layer."""
         return [spec for layer in self.layers for spec in layer.attention.cache_specs()]
 
-    def forward(self, batch: Batch, attention: AttentionStep, taps: tuple[int, ...] = ()) -> HiddenStates:
+    def forward(
+        self, batch: Batch, attention: AttentionStep, taps: tuple[int, ...] = (), kept: Kept | None = None
+    ) -> HiddenStates:
         """States of every row, see CausalLM."""
         x = self.embed[batch.input_ids]
         rotary = self.rotary(batch.positions)
@@ -281,7 +286,7 @@ class MiniMaxM3(CausalLM):
         for i, layer in enumerate(self.layers):
             if i in taps:
                 tapped.append(x if update is None else x + update)
-            x, update = layer(x, update, rotary, attention)
+            x, update = layer(x, update, rotary, attention, kept if layer is self.layers[-1] else None)
         assert update is not None
         x, normed = self.norm.add(x, update)
         if len(self.layers) in taps:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from skipstone.core.batch import Batch
 from skipstone.core.plan import ScheduledRequest, StepPlan
@@ -21,6 +22,13 @@ class LogitRow(NamedTuple):
     draft: int
 
 
+class KeptRows(NamedTuple):
+    """The last rows of every request, from its first row with logits on, and a batch of them alone."""
+
+    rows: Tensor  # [K] int64 into the T rows
+    batch: Batch
+
+
 class StepRows(NamedTuple):
     """A batch and what its logits are for: `sampled` rows come first, then `prompt` rows."""
 
@@ -28,10 +36,11 @@ class StepRows(NamedTuple):
     starts: list[int]  # [R + 1] first row of each item
     sampled: list[LogitRow]
     prompt: list[LogitRow]
+    kept: KeptRows | None = None  # None: the last layer computes all rows
 
 
-def build_rows(plan: StepPlan, block_size: int) -> StepRows:
-    """Inputs of the forward pass for the plan's rows."""
+def build_rows(plan: StepPlan, block_size: int, every_row: bool = True) -> StepRows:
+    """Inputs of the forward pass for the plan's rows. Without `every_row`, only rows with logits need final states."""
     items = plan.scheduled
     batch = build_batch([QueryRows(_input_ids(i), i.start, i.request.block_ids) for i in items], block_size)
     starts = [0]
@@ -39,7 +48,29 @@ def build_rows(plan: StepPlan, block_size: int) -> StepRows:
         starts.append(starts[-1] + item.query_len)
     sampled, prompt = _logit_rows(items, starts)
     indices = torch.tensor([row.row for row in (*sampled, *prompt)], dtype=torch.int64)
-    return StepRows(replace(batch, logits_indices=indices), starts, sampled, prompt)
+    kept = None if every_row else _kept_rows(items, starts, [*sampled, *prompt], block_size)
+    return StepRows(replace(batch, logits_indices=indices), starts, sampled, prompt, kept)
+
+
+def _kept_rows(
+    items: list[ScheduledRequest], starts: list[int], wanted: list[LogitRow], block_size: int
+) -> KeptRows | None:
+    """None where that would not halve the rows. If none is wanted one is kept, so that no tensor is empty."""
+    firsts = {} if wanted else {len(items) - 1: starts[-1] - 1}
+    for row in wanted:
+        firsts[row.item] = min(row.row, firsts.get(row.item, row.row))
+    if 2 * sum(starts[i + 1] - first for i, first in firsts.items()) > starts[-1]:
+        return None
+    rows: list[int] = []
+    queries = []
+    for i, first in sorted(firsts.items()):
+        rows += range(first, starts[i + 1])
+        offset, item = first - starts[i], items[i]
+        queries.append(QueryRows(_input_ids(item)[offset:], item.start + offset, item.request.block_ids))
+    places = {row: place for place, row in enumerate(rows)}
+    indices = torch.tensor([places[row.row] for row in wanted], dtype=torch.int64)
+    batch = replace(build_batch(queries, block_size), logits_indices=indices)
+    return KeptRows(torch.tensor(rows, dtype=torch.int64), batch)
 
 
 def _input_ids(item: ScheduledRequest) -> list[int]:

@@ -17,7 +17,7 @@ from skipstone.core.sampling_rows import SampledRow, sampling_rows
 from skipstone.kernels.ops import Ops
 from skipstone.kernels.reference.gemm import cpu_threads
 from skipstone.kernels.reference.sampling import decision_scores, token_logprobs
-from skipstone.models.base import CausalLM, HiddenStates
+from skipstone.models.base import CausalLM, HiddenStates, Kept
 from skipstone.runtime.batch_builder import LogitRow, StepRows, build_rows
 from skipstone.runtime.decode_step import DecodeStep, Drafter
 from skipstone.runtime.device_loop import DeviceLoop, DeviceStep
@@ -25,7 +25,7 @@ from skipstone.runtime.device_state import DeviceState
 from skipstone.runtime.speculation import Speculation
 from skipstone.spec.choose import DraftChooser
 from skipstone.spec.hidden_state import HiddenStateProposer
-from skipstone.spec.proposer import DraftRequest, DraftStep, Proposer
+from skipstone.spec.proposer import DraftRequest, DraftStep, Proposer, ProposerNeeds
 from skipstone.spec.verify import Run, Verifier
 
 # Steps of less work than this (rows x bytes of weights) run on one thread: their operations are so short that a second
@@ -119,10 +119,12 @@ class ModelRunner:
     def _execute(self, plan: StepPlan) -> StepHandle:
         if plan.block_copies:
             self._copy_blocks(plan.block_copies)
-        rows = build_rows(plan, self.block_size)
+        rows = build_rows(plan, self.block_size, self._needs_every_row())
         taps = self.proposer.needs.taps if self.proposer else ()
-        hidden = self.model(rows.batch, self.groups.plan(rows.batch), taps)
-        logits = self.model.logits(hidden.final[rows.batch.logits_indices])  # [L, V] float32
+        kept = rows.kept and Kept(rows.kept.rows, self.groups.plan(rows.kept.batch))
+        hidden = self.model(rows.batch, self.groups.plan(rows.batch), taps, kept)
+        wanted = (rows.kept or rows).batch.logits_indices
+        logits = self.model.logits(hidden.final[wanted])  # [L, V] float32
         sampled_logits, prompt_logits = logits.split([len(rows.sampled), len(rows.prompt)])
         self._ended("target")
         results = [StepResult() for _ in plan.scheduled]
@@ -133,6 +135,12 @@ class ModelRunner:
             self._draft(self.proposer, plan, rows, hidden, results)
             self._ended("draft")
         return StepHandle(plan, StepOutput(results))
+
+    def _needs_every_row(self) -> bool:
+        """Whether somebody looks at the last layer's rows that have no logits."""
+        needs = self.proposer.needs if self.proposer else ProposerNeeds("")
+        drafting = needs.final_states or self.model.config.num_layers in needs.taps
+        return drafting or (self.observer is not None and self.observer.wants_runs)
 
     def _ended(self, phase: Phase) -> None:
         if self.observer is not None:

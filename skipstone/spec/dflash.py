@@ -128,4 +128,4 @@ def _rows_of(step: DraftStep) -> tuple[Batch, HiddenStates]:
         slot_offset=step.batch.slot_offset[chosen],
         spans=[],
     )
-    return batch, HiddenStates(step.hidden.final[chosen], tuple(tap[chosen] for tap in step.hidden.taps))
+    return batch, step.hidden._replace(taps=tuple(tap[chosen] for tap in step.hidden.taps))

@@ -33,7 +33,13 @@ class HiddenStateProposer:
         """Raises UnsupportedError when a cache group of the head cannot follow the draft steps."""
         self.head = head
         self.needs = ProposerNeeds(
-            name, head.taps, next_tokens=1, uses_caches=True, follows_target=True, max_position=head.max_position
+            name,
+            head.taps,
+            next_tokens=1,
+            uses_caches=True,
+            follows_target=True,
+            max_position=head.max_position,
+            final_states=not head.taps,
         )
         check_groups(head.cache_specs(), "advance", name)
 

@@ -28,7 +28,8 @@ class ProposerNeeds(NamedTuple):
     shared by requests whose next L tokens agree. `follows_target`: its caches are filled from the target's hidden
     states, so a step that it misses cannot be made up. `block_unit`: cache blocks must be a multiple of this many
     tokens. `default_k`: drafts a step when the user names no number. `least_lookahead`: slots that a draft pass takes
-    however few drafts are wanted.
+    however few drafts are wanted. `final_states`: it reads every row's state after the last layer, so that none can be
+    left out; taps of the last output say the same.
     """
 
     name: str
@@ -41,6 +42,7 @@ class ProposerNeeds(NamedTuple):
     block_unit: int = 1
     default_k: int | None = None
     least_lookahead: int = 0
+    final_states: bool = False
 
     def lookahead(self, k: int) -> int:
         """Slots beyond the committed tokens that drafting k tokens may write."""

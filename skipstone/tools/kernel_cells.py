@@ -100,6 +100,9 @@ def _rows() -> list[Cell]:
     for rows in (1, 64, 256):
         cells.append(Cell(f"qk-norm+rope+insert T={rows}", "norm_rotate_store", rows_load(rows), rows == 64))
         cells.append(Cell(f"add+norm T={rows}", "add_rms_norm", rows_load(rows), rows == 64))
+    for rows in (1, 64):
+        for kind, options in (("", ()), ("FP8 ", (("fp8", True),))):
+            cells.append(Cell(f"DSA {kind}index rows T={rows}", "index_rows", rows_load(rows), rows == 64, options))
     cells += [Cell(f"route T={rows}", "route", rows_load(rows)) for rows in (1, 64)]
     cells += [Cell(f"absorb T={rows}", "bmm", rows_load(rows)) for rows in (1, 64)]
     return cells

@@ -14,6 +14,7 @@ from torch import Tensor
 from skipstone.core.batch import PAD, SamplingRows
 from skipstone.kernels.reference.block_table import PAGE_SIZE, PageTable
 from skipstone.kernels.reference.fp8 import FP8
+from skipstone.kernels.reference.index_rows import IndexCache, KeyNorm
 from skipstone.kernels.reference.norm_rope import HeadStore
 from skipstone.kernels.reference.pointwise import GatedActivation
 from skipstone.tools.op_inputs import Inputs, distinct, keys_seen
@@ -69,13 +70,6 @@ def add_rms_norm(inputs: Inputs) -> OpCase:
     return OpCase((x, inputs.randn(*x.shape), gain, eps), (0, 1), 4.0 * x.numel() * inputs.item)
 
 
-def layer_norm(inputs: Inputs) -> OpCase:
-    """Index keys of a token-sparse model."""
-    x = inputs.randn(inputs.load.rows, inputs.sizes.token_width)
-    gain, bias = (inputs.randn(x.shape[1], dtype=torch.float32) for _ in range(2))
-    return OpCase((x, gain, bias, EPS), (0,), 2.0 * x.numel() * inputs.item)
-
-
 def rotate(inputs: Inputs) -> OpCase:
     """Heads of which a part rotates."""
     x = inputs.randn(inputs.load.rows, inputs.sizes.heads, inputs.sizes.width)
@@ -98,6 +92,26 @@ def norm_rotate_store(inputs: Inputs) -> OpCase:
     args = (projected, gain, EPS, inputs.rotary(sizes.width, sizes.rotary), stores, block, offset)
     num_bytes = 2.0 * projected.numel() * inputs.item
     return OpCase(args, (0, 3, 5, 6), num_bytes, written=tuple(caches), shown=slice(0, queries))
+
+
+def index_rows(inputs: Inputs, fp8: bool = False) -> OpCase:
+    """Index queries and keys. In FP8 neither is rounded before it is quantised, as another byte would be far off."""
+    sizes, rows = inputs.sizes, inputs.load.rows
+    heads, width = sizes.token_heads, sizes.token_width
+    block, offset, blocks = inputs.slots(sizes.token_block)
+    gain, bias = inputs.randn(width).float(), inputs.randn(width).float()
+    rotary, kind = inputs.rotary(width, width // 2), inputs.dtype
+    if fp8:
+        gain, rotary, kind = gain.zero_(), rotary._replace(cos=rotary.cos * 0 + 1, sin=rotary.sin * 0), FP8
+    keys = torch.zeros(blocks, 1, sizes.token_block, width, dtype=kind, device=inputs.device)
+    scales = torch.zeros(blocks, 1, sizes.token_block, 1, device=inputs.device) if fp8 else None
+    cache = IndexCache(keys, scales)
+    weights = inputs.randn(rows, heads, dtype=torch.float32)
+    parts = (inputs.randn(rows, heads, width), inputs.randn(rows, width), weights, 0.01)
+    num_bytes = rows * (heads + 1) * (width * (inputs.item + kind.itemsize) + 8.0)
+    args = (*parts, KeyNorm(gain, bias, EPS), rotary, cache, block, offset)
+    written = tuple(tensor for tensor in cache if tensor is not None)
+    return OpCase(args, (0, 1, 2, 5, 7, 8), num_bytes, written=written)
 
 
 def gated(inputs: Inputs) -> OpCase:
@@ -278,15 +292,15 @@ def accept(inputs: Inputs) -> OpCase:
 OP_CASES: dict[str, Callable[[Inputs], OpCase]] = {
     case.__name__: case
     for case in (
-        linear, bmm, rms_norm, add_rms_norm, layer_norm, rotate, norm_rotate_store, gated, store, route,
+        linear, bmm, rms_norm, add_rms_norm, rotate, norm_rotate_store, index_rows, gated, store, route,
         experts_forward, dense_attention, block_select, token_select, sparse_gqa, sparse_mla, verify_page_table,
         prefill_page_table, paged_attention, sample, decode_rows, accept,
     )
 }  # fmt: skip
 
 # Options of makers under which `doctor` compares an op once more.
-VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {"token_select": ({"fp8": True},)}
+VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {"index_rows": ({"fp8": True},), "token_select": ({"fp8": True},)}
 # Scores of selections are made of whole numbers where results are compared, so that no rounding decides who is chosen.
 WHOLE = ("block_select", "token_select")
 # Float32 is part of what these mean: what is chosen, or which dtype gains have.
-FLOAT32 = ("route", "sample", "layer_norm")
+FLOAT32 = ("route", "sample", "index_rows")

@@ -5,7 +5,7 @@
   is what was measured on an H200. Unpatched, bits depend on what the BLAS library does with that shape.
 * Sums, functions and fused multiply-adds of float32 are rounded once; unpatched, the bits of the first two depend on
   numpy's vector loops, and the third is rounded twice.
-* The byte of e4m3 that is no number becomes NaN; unpatched it is 480.
+* The byte of e4m3 that is no number becomes NaN; unpatched it is 480. Rounding to e4m3 goes to the nearest.
 * Rounding to bfloat16 goes to the nearest, and keeps NaN; unpatched it cuts off.
 * What a masked load leaves undefined is NaN or a large number; unpatched it is zero.
 * Scalars can be bounds of a loop with numpy 2.4 as well, which no longer turns arrays of one number into a number.
@@ -24,10 +24,11 @@ import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, ReduceOps, TensorHandle
 
-from oracles.fp8 import decode
+from oracles.fp8 import NOT_A_NUMBER, POSITIVE, decode
 
 HALF, FLOAT = tl.bfloat16, tl.float32
 E4M3 = np.array([decode(code) for code in range(256)], dtype=np.float16)
+E4M3_MIDDLES = (np.array(POSITIVE[1:]) + POSITIVE[:-1]) / 2  # between a byte and the next, exact in float32
 UNDEFINED = 0x5BAD
 DEPTH = 16  # of a matrix instruction of bfloat16
 
@@ -42,6 +43,15 @@ def narrowed(values: np.ndarray) -> np.ndarray:
     bits = np.ascontiguousarray(values).view(np.uint32)
     rounded = ((bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
+
+
+def narrowed_to_e4m3(values: np.ndarray) -> np.ndarray:
+    """float32 to the nearest byte; of two equally near ones the even one, beyond the largest one the largest."""
+    size = np.abs(values).astype(np.float64)
+    below, above = (np.searchsorted(E4M3_MIDDLES, size, side=side) for side in ("left", "right"))
+    code = np.where((below != above) & (below % 2 == 1), above, below)  # they differ where a value is a middle
+    code = np.where(np.isnan(values), NOT_A_NUMBER, code)
+    return (code | np.where(np.signbit(values), 0x80, 0)).astype(np.uint8)
 
 
 def harden() -> None:
@@ -61,12 +71,18 @@ def harden() -> None:
             return narrowed(data)
         if (source, target) == (tl.float8e4nv, tl.float16):
             return E4M3[data].view(np.uint16)
+        if (source, target) == (FLOAT, tl.float8e4nv):
+            return narrowed_to_e4m3(data)
         return convert(data, source, target, rounding)
+
+    def numbers(x: Any) -> np.ndarray:
+        kind = x.dtype.scalar
+        return widened(x.data) if kind == HALF else E4M3[x.data] if kind == tl.float8e4nv else x.data
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, precision: Any, imprecise: Any) -> Any:
         if d.data.dtype != np.float32:
             return dot(self, a, b, d, precision, imprecise)
-        left, right = (widened(x.data) if x.dtype.scalar == HALF else x.data for x in (a, b))
+        left, right = (numbers(x) for x in (a, b))
         total, depth = d.data, left.shape[-1]
         for k in range(0, depth, DEPTH):
             part = np.matmul(left[..., k : k + DEPTH], right[..., k : k + DEPTH, :], dtype=np.float64)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from skipstone.core.batch import SamplingRows, Span
+from skipstone.kernels.reference.index_rows import IndexCache, KeyNorm
 from skipstone.kernels.reference.norm_rope import HeadStore
 from skipstone.kernels.reference.pointwise import GatedActivation, Rotary
 from skipstone.registry import KERNELS
@@ -252,17 +253,13 @@ def _heads(model: Geometry, rows: int) -> Iterator[Call]:
             yield "store", label, _op("store", empty(rows, 1, wide, dtype=kind), cache, *slots)
         yield "rotate", "", _op("rotate", empty(rows, model.heads, width, dtype=dtype), rotary)
         index = model.index_width
-        yield (
-            "layer_norm",
-            "",
-            _op(
-                "layer_norm",
-                empty(rows, index, dtype=dtype),
-                empty(index, dtype=FLOAT),
-                empty(index, dtype=FLOAT),
-                1e-6,
-            ),
-        )
+        parts = (empty(rows, model.index_heads, index, dtype=dtype), empty(rows, index, dtype=dtype))
+        weights, norm = empty(rows, model.index_heads, dtype=FLOAT), KeyNorm(*empty(2, index, dtype=FLOAT), 1e-6)
+        turn = Rotary(empty(rows, 1, index, dtype=FLOAT), empty(rows, 1, index, dtype=FLOAT), torch.arange(index))
+        for label, kind, scaled in (("", dtype, False), ("fp8", torch.float8_e4m3fn, True)):
+            keys = empty(BLOCKS, 1, model.block_size, index, dtype=kind)
+            cache = IndexCache(keys, empty(BLOCKS, 1, model.block_size, 1, dtype=FLOAT) if scaled else None)
+            yield "index_rows", label, _op("index_rows", *parts, weights, 0.01, norm, turn, cache, *slots)
         return
     kv, index, size = model.kv_heads, model.index_heads, model.block_size
     normed = model.heads + kv + index + (index > 0)

@@ -20,6 +20,10 @@ class Rotary(NamedTuple):
     sin: Tensor  # [T, 1, D] float32, negative for the first of each pair
     partner: Tensor  # [D] int64, the other dim of each pair
 
+    def of_rows(self, rows: Tensor) -> Rotary:
+        """The angles of some of the rows."""
+        return Rotary(self.cos[rows], self.sin[rows], self.partner)
+
 
 def rms_norm(x: Tensor, scaled_gain: Tensor, eps: float) -> Tensor:
     """x [..., D] over its root mean square, times a gain. Zhang & Sennrich 2019.
