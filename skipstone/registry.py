@@ -108,16 +108,21 @@ KERNELS = Registry(
         f"{op}/numba": f"kernels.cpu.{module}:{op}"
         for op, module in [
             ("linear", "gemm"),
+            ("bmm", "gemm"),
             ("rms_norm", "norm_rope"),
             ("add_rms_norm", "norm_rope"),
+            ("rotate", "norm_rope"),
             ("norm_rotate_store", "norm_rope"),
+            ("index_rows", "norm_rope"),
             ("gated", "norm_rope"),
             ("store", "norm_rope"),
             ("route", "moe"),
             ("experts_forward", "moe"),
             ("dense_attention", "attention"),
             ("block_select", "select"),
+            ("token_select", "select"),
             ("sparse_gqa", "attention"),
+            ("sparse_mla", "attention"),
         ]
     },
 )

@@ -43,7 +43,7 @@ def _softmax(scores, count):
 def _attend(q, k_cache, v_cache, indices, unit, positions, table, scale, out):
     """Rows over the units of `unit` tokens named by indices [T, Hkv, S], or over all that they see where S is 0."""
     rows, heads, width = q.shape
-    kv_heads, block_size, value_width = k_cache.shape[1], k_cache.shape[2], v_cache.shape[3]
+    kv_heads, block_size, value_width = k_cache.shape[1], k_cache.shape[2], out.shape[2]
     group, budget, n = heads // kv_heads, indices.shape[2], positions.shape[1]
     longest = budget * unit if budget else table.shape[1] * block_size
     query = np.empty((group, width), np.float32)
@@ -90,17 +90,30 @@ def _attend(q, k_cache, v_cache, indices, unit, positions, table, scale, out):
                     out[t, head * group + g, d] = total[g, d]
 
 
-def sparse_gqa(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, indices: Tensor, unit: int, span: Span, scale: float, exact: bool
+def _attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, indices: Tensor, unit: int, span: Span, value_width: int, scale: float
 ) -> Tensor:
-    """See the plain-torch twin."""
-    out = torch.empty(len(q), q.shape[1], v_cache.shape[3])
+    out = torch.empty(q.shape[0], q.shape[1], value_width)
     tables = (span.positions.numpy(), span.block_table.numpy())
     _attend(q.numpy(), k_cache.numpy(), v_cache.numpy(), indices.numpy(), unit, *tables, scale, out.numpy())
     return out
 
 
+def sparse_gqa(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, indices: Tensor, unit: int, span: Span, scale: float, exact: bool
+) -> Tensor:
+    """See the plain-torch twin."""
+    return _attention(q, k_cache, v_cache, indices, unit, span, v_cache.shape[3], scale)
+
+
+def sparse_mla(
+    q: Tensor, latent_cache: Tensor, indices: Tensor, span: Span, value_width: int, scale: float, exact: bool
+) -> Tensor:
+    """See the plain-torch twin."""
+    return _attention(q, latent_cache, latent_cache, indices, 1, span, value_width, scale)
+
+
 def dense_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, span: Span, scale: float, exact: bool) -> Tensor:
     """See the plain-torch twin."""
     everything = torch.empty(0, 0, 0, dtype=torch.int32)
-    return sparse_gqa(q, k_cache, v_cache, everything, k_cache.shape[2], span, scale, exact)
+    return _attention(q, k_cache, v_cache, everything, k_cache.shape[2], span, v_cache.shape[3], scale)

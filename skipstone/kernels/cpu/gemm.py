@@ -122,7 +122,8 @@ def blas_segment(k: int, n: int, threads: int) -> int | None:
     Compared are all numbers of rows that exact mode pads to, and some large ones.
     """
     generator = torch.Generator().manual_seed(k * 1_000_003 + n)
-    x, weight = torch.randn(max(reference.LARGE_SAMPLES), k, generator=generator), torch.randn(k, n, generator=generator)
+    x = torch.randn(max(reference.LARGE_SAMPLES), k, generator=generator)
+    weight = torch.randn(k, n, generator=generator)
     try:
         padded = reference.padded_rows(k, n, torch.float32, False, threads)
     except reference.InexactMatmulError:
@@ -149,3 +150,13 @@ def linear(x: Tensor, weight: Tensor, exact: bool) -> Tensor:
         if segment is None and n <= NARROW:
             return product(x.contiguous(), weight, k)
     return reference.linear(x, weight, exact)
+
+
+def bmm(a: Tensor, b: Tensor, exact: bool) -> Tensor:
+    """See the plain-torch twin. K is added up in one piece, for any number of rows."""
+    batch, rows, inner = a.shape
+    out = torch.empty(batch, rows, b.shape[2])
+    places = (np.arange(batch * rows), np.arange(batch + 1) * rows)
+    flat = (a.contiguous().view(-1, inner).numpy(), *places, b.contiguous().numpy())
+    grouped_product(*flat, inner, out.view(batch * rows, -1).numpy())
+    return out

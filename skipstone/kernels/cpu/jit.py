@@ -44,14 +44,15 @@ def cache_folder() -> str:
 def kernel(signature: str, reassociate: bool = False) -> Callable[..., Any]:
     """Compile a function now, or load what an earlier process compiled."""
     flags = {"contract", "nsz"} | ({"reassoc"} if reassociate else set())
+    config: Any = numba.config
 
     def build(function: Callable[..., Any]) -> Any:
-        before = numba.config.CACHE_DIR
-        numba.config.CACHE_DIR = cache_folder()
+        before = config.CACHE_DIR
+        config.CACHE_DIR = cache_folder()
         try:
             return numba.njit(signature, fastmath=flags, nogil=True, error_model="numpy", cache=True)(function)
         finally:
-            numba.config.CACHE_DIR = before
+            config.CACHE_DIR = before
 
     return build
 

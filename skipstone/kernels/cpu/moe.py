@@ -25,7 +25,8 @@ def _route(logits, bias, top_k, scaling, groups, kept_groups, shared, experts, w
     """`shared` is an expert that is taken last with weight 1, or -1."""
     rows, count = logits.shape
     per_group = count // groups
-    scores, biased, group_scores = np.empty(count, np.float32), np.empty(count, np.float32), np.empty(groups, np.float32)
+    scores, biased = np.empty(count, np.float32), np.empty(count, np.float32)
+    group_scores = np.empty(groups, np.float32)
     for t in range(rows):
         for e in range(count):
             scores[e] = F32(1) / (F32(1) + exp(-logits[t, e]))

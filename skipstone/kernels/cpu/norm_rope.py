@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from skipstone.kernels.cpu.jit import F32, exp, kernel
+from skipstone.kernels.reference.index_rows import IndexCache, KeyNorm
+from skipstone.kernels.reference.index_rows import index_rows as reference_index_rows
 from skipstone.kernels.reference.kv_store import store as reference_store
 from skipstone.kernels.reference.norm_rope import HeadStore
-from skipstone.kernels.reference.pointwise import GatedActivation, Rotary
+from skipstone.kernels.reference.pointwise import GatedActivation, Rotary, layer_norm
 
 
 @kernel("(float32[:, ::1], float32[:, ::1], float32, float32[:, ::1])", reassociate=True)
@@ -64,6 +66,16 @@ def _norm_rotate(projected, gain, eps, cos, sin, partner, out):
                 out[t, head, d] = normed[d] * cos[t, 0, d] + normed[partner[d]] * sin[t, 0, d]
 
 
+@kernel("(float32[:, :, :], float32[:, :, ::1], float32[:, :, ::1], int64[::1], float32[:, :, ::1])")
+def _rotate(x, cos, sin, partner, out):
+    """x [T, heads, D], rotated."""
+    rows, heads, width = x.shape
+    for t in range(rows):
+        for head in range(heads):
+            for d in range(width):
+                out[t, head, d] = x[t, head, d] * cos[t, 0, d] + x[t, head, partner[d]] * sin[t, 0, d]
+
+
 @kernel("(float32[:, :, :], float32[:, :, :, ::1], int64[::1], int64[::1])")
 def _store(rows, cache, slot_block, slot_offset):
     """rows [T, heads, width] into cache [num_blocks, heads, block_size, width]."""
@@ -100,6 +112,13 @@ def add_rms_norm(x: Tensor, residual: Tensor, scaled_gain: Tensor, eps: float) -
     return total, out
 
 
+def rotate(x: Tensor, rotary: Rotary) -> Tensor:
+    """See the plain-torch twin."""
+    out = torch.empty(x.shape)
+    _rotate(x.numpy(), rotary.cos.numpy(), rotary.sin.numpy(), rotary.partner.numpy(), out.numpy())
+    return out
+
+
 def store(rows: Tensor, cache: Tensor, slot_block: Tensor, slot_offset: Tensor) -> None:
     """See the plain-torch twin, which also does it for other types."""
     if rows.dtype != torch.float32 or cache.dtype != torch.float32:
@@ -132,6 +151,26 @@ def norm_rotate_store(
 
 def gated(gate_up: Tensor, activation: GatedActivation) -> Tensor:
     """See the plain-torch twin."""
-    out = torch.empty(len(gate_up), gate_up.shape[1] // 2)
+    out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2)
     _gated(gate_up.numpy(), *activation, out.numpy())
     return out
+
+
+def index_rows(
+    projected_q: Tensor,
+    projected_k: Tensor,
+    head_weights: Tensor,
+    weight_scale: float,
+    norm: KeyNorm,
+    rotary: Rotary,
+    cache: IndexCache,
+    slot_block: Tensor,
+    slot_offset: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """See the plain-torch twin, which also does it for FP8 keys."""
+    if cache.scales is not None:
+        slots = (slot_block, slot_offset)
+        return reference_index_rows(projected_q, projected_k, head_weights, weight_scale, norm, rotary, cache, *slots)
+    key = rotate(layer_norm(projected_k, *norm)[:, None], rotary)
+    store(key, cache.keys, slot_block, slot_offset)
+    return rotate(projected_q, rotary), head_weights * weight_scale
