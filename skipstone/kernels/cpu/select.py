@@ -86,6 +86,30 @@ def _token_scores(queries, weights, cache, table, position, scores):
         scores[token] = LOWEST if total != total else min(max(total, LOWEST), HIGHEST)
 
 
+@kernel("int64(float32[::1], int32[::1], int64, int64)")
+def _rank(scores, keys, count, budget):
+    """Write keys that sort like the first `count` scores, and return the `budget`-th largest of them.
+
+    It is found bit by bit: how many keys are at least as large as a middle one is a sum that runs over all at once.
+    """
+    for i in range(count):
+        bits = F32(scores[i]).view(np.int32)
+        if bits == np.int32(-(1 << 31)):
+            bits = np.int32(0)  # -0 equals 0
+        keys[i] = bits ^ ((bits >> 31) & np.int32(0x7FFFFFFF))
+    low, high = -(1 << 31), (1 << 31) - 1
+    while low < high:
+        middle = np.int32((low + high + 1) >> 1)
+        reached = 0
+        for i in range(count):
+            reached += keys[i] >= middle
+        if reached >= budget:
+            low = np.int64(middle)
+        else:
+            high = np.int64(middle) - 1
+    return low
+
+
 @kernel(
     "(float32[:, :, :], float32[:, :], float32[:, :, :, ::1], int64[:, :], int64[:, :], int32[:, :, ::1])",
 )
@@ -94,6 +118,7 @@ def _token_select(q, weights, cache, positions, table, out):
     rows, heads, width = q.shape
     budget, n = out.shape[2], positions.shape[1]
     scores = np.empty(table.shape[1] * cache.shape[2], np.float32)
+    keys = np.empty(len(scores), np.int32)
     queries, factors = np.empty((heads, width), np.float32), np.empty(heads, np.float32)
     for t in range(rows):
         request = t // n
@@ -107,14 +132,14 @@ def _token_select(q, weights, cache, positions, table, out):
             for d in range(width):
                 queries[head, d] = q[t, head, d]
         _token_scores(queries, factors, cache, table[request], visible - 1, scores)
-        least = np.partition(scores[:visible], visible - budget)[visible - budget]
+        least = _rank(scores, keys, visible, budget)
         room = budget  # for tokens that are just as good as the last one that fits
         for token in range(visible):
-            room -= scores[token] > least
+            room -= keys[token] > least
         place = 0
         for token in range(visible):
-            equal = scores[token] == least and room > 0
-            if scores[token] > least or equal:
+            equal = keys[token] == least and room > 0
+            if keys[token] > least or equal:
                 out[t, 0, place] = token
                 place += 1
                 room -= equal
