@@ -39,12 +39,16 @@ def triton_refusal(device: torch.device) -> str | None:
     return None
 
 
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def numba_refusal(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why Numba's kernels cannot run here; None: they can."""
     if device.type != "cpu":
         return "they are for CPUs"
     if dtype != torch.float32:
-        return f"they compute in float32, not in {str(dtype).removeprefix('torch.')}"
+        return f"they compute in float32, not in {_name(dtype)}"
     if importlib.util.find_spec("numba") is None:
         return "the package numba is not installed, pip install 'skipstone[cpu]'"
     return None
@@ -71,7 +75,8 @@ def _choose(device: torch.device, kernels: Kernels, dtype: torch.dtype) -> Choic
             return Choice(load_ops("reference"), f"plain torch: {refusals[wanted]}")
         return Choice(load_ops(wanted), "Numba on a CPU" if wanted == "numba" else "Triton on a GPU")
     if refusal := refusals.get(kernels):
-        raise UnsupportedError(f"kernels={kernels!r} and device={device.type!r} cannot be combined: {refusal}")
+        where = f"device={device.type!r}" if kernels == "triton" else f"device={device.type!r}, dtype={_name(dtype)}"
+        raise UnsupportedError(f"kernels={kernels!r} and {where} cannot be combined: {refusal}")
     return Choice(load_ops(kernels), "as asked")
 
 

@@ -10,6 +10,7 @@ row's bits do not depend on other rows; without it every sum goes in the order i
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import tempfile
 from collections.abc import Callable
@@ -20,25 +21,31 @@ from typing import Any
 import numba
 import numpy as np
 
+LOG = logging.getLogger("skipstone.kernels")
 F32 = np.float32
 LOG2_E, LN2_HIGH, LN2_LOW = F32(1.4426950408889634), F32(0.693359375), F32(-2.12194440e-4)
 ROUND = F32(12582912.0)  # 1.5 * 2^23: adding it leaves an integer in the low bits
 
 
 @cache
-def cache_folder() -> str:
-    """Where compiled kernels of these very sources are kept."""
+def cache_folder() -> str | None:
+    """Where compiled kernels of these very sources are kept; None: nowhere, as no home can be written."""
     digest = hashlib.sha256(numba.__version__.encode())
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "skipstone"
-    folder = root / f"kernels-{digest.hexdigest()[:16]}"
     try:
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "skipstone"
+        folder = root / f"kernels-{digest.hexdigest()[:16]}"
+        known = folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
-            return str(folder)
-    except OSError:  # no home that can be written
-        return str(Path(tempfile.gettempdir()) / f"skipstone-{os.getuid()}-{folder.name}")
+            pass
+    except (OSError, RuntimeError) as error:
+        LOG.warning("compiling kernels for this processor, at every start, as they cannot be kept: %s", error)
+        return None
+    if not known:
+        LOG.warning("compiling kernels for this processor, once; this takes some 10 seconds")
+    return str(folder)
 
 
 def kernel(signature: str, reassociate: bool = False) -> Callable[..., Any]:
@@ -47,10 +54,11 @@ def kernel(signature: str, reassociate: bool = False) -> Callable[..., Any]:
     config: Any = numba.config
 
     def build(function: Callable[..., Any]) -> Any:
-        before = config.CACHE_DIR
-        config.CACHE_DIR = cache_folder()
+        folder, before = cache_folder(), config.CACHE_DIR
+        config.CACHE_DIR = folder or before
         try:
-            return numba.njit(signature, fastmath=flags, nogil=True, error_model="numpy", cache=True)(function)
+            compiler = numba.njit(signature, fastmath=flags, nogil=True, error_model="numpy", cache=folder is not None)
+            return compiler(function)
         finally:
             config.CACHE_DIR = before
 

@@ -99,14 +99,15 @@ def _rank(scores, keys, count, budget):
         keys[i] = bits ^ ((bits >> 31) & np.int32(0x7FFFFFFF))
     low, high = -(1 << 31), (1 << 31) - 1
     while low < high:
-        middle = np.int32((low + high + 1) >> 1)
+        middle = (low + high + 1) >> 1
+        narrow = np.int32(middle)  # so that many compare at once
         reached = 0
         for i in range(count):
-            reached += keys[i] >= middle
+            reached += keys[i] >= narrow
         if reached >= budget:
-            low = np.int64(middle)
+            low = middle
         else:
-            high = np.int64(middle) - 1
+            high = middle - 1
     return low
 
 
