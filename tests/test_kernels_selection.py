@@ -152,7 +152,9 @@ def test_last_rows_with_many_ties(name: str, n: int, dtype: torch.dtype, exact: 
     cases(NAMES, [FLOAT, HALF], [False, True], quick=lambda name, dtype, exact: name in USUAL and dtype == HALF),
 )
 def test_random_scores(name: str, dtype: torch.dtype, exact: bool) -> None:
-    check_close(name, world(name, "randn", dtype).last(2), exact, 1e-5)
+    # Hopper adds up products of FP8 with about 14 bits.
+    slack = 5e-4 if SHAPES[name].fp8 and DEVICE == "cuda" else 1e-5
+    check_close(name, world(name, "randn", dtype).last(2), exact, slack)
 
 
 @pytest.mark.parametrize(("name", "exact"), cases(NAMES, [False, True], quick=lambda name, exact: name in QUICK))

@@ -1,5 +1,9 @@
 """DeepSeek-V3.2's token selection in two launches: scores of all tokens, then the best of them in ascending order.
 
+Keys and queries in FP8 are multiplied as they are where the matrix unit does that. Hopper's keeps about 14 bits of such
+a sum: scores are off by 1.4e-4 of their spread, where the format has already cost some percent. A row's bits do not
+depend on the tiles (measured). AMD's units have another FP8 or were never tried: there keys become float16, exactly.
+
 Scores are kept as integers that sort like floats. The second kernel holds one row's candidates in registers. Long rows
 first choose among chunks of 8 tokens by their best token: the budget's best tokens lie in the budget's best chunks.
 """
@@ -19,6 +23,7 @@ from skipstone.kernels.select import UNSEEN, multiprocessors, order_key
 
 CHUNK = 8
 MAX_SCRATCH = 1 << 26  # scores per call of the score kernel: 256 MB
+MOST_DRAFTED = 8  # rows per request up to which bfloat16 keys are read in smaller tiles
 ROUNDING = 1024  # score rows are this many tokens or a multiple apart, so that tables of many lengths look alike
 
 
@@ -28,7 +33,7 @@ class ScoreConfig(NamedTuple):
     rows: int
     tokens: int
     warps: int
-    stages: int
+    stages: int  # of the loop over tiles of tokens, which prefetches (stages - 2) // 2 + 1 tiles
     programs: int  # per multiprocessor, while there are tokens enough
 
 
@@ -38,10 +43,11 @@ def config(rows: int, itemsize: int, hip: bool) -> ScoreConfig:
         return ScoreConfig(1, 32, 4, 2, 4)
     if hip:
         return ScoreConfig(1, 128, 4, 2, 4)
-    if rows == 1:
-        return ScoreConfig(1, 128, 4, 3, 2)
-    # The registers of 4 warps do not hold the scores beside FP8 keys on their way to float16.
-    return ScoreConfig(2, 128, 8 if itemsize == 1 else 4, 3, 1)
+    if itemsize == 1:
+        return ScoreConfig(1, 128, 4, 5, 3) if rows == 1 else ScoreConfig(2, 128, 4, 5, 2)
+    if rows <= MOST_DRAFTED:
+        return ScoreConfig(1, 64, 4, 3, 4) if rows == 1 else ScoreConfig(2, 64, 4, 5, 2)
+    return ScoreConfig(2, 128, 4, 3, 1)
 
 
 def pick_warps(hip: bool) -> int:
@@ -77,9 +83,9 @@ def token_select(
     shape = config(n, index_q.element_size(), is_hip())
     constants = {"BUDGET": budget, "CHUNK": CHUNK}
     score = {"HEADS": heads, "D": width, "BLOCK_SIZE": block_size, "ROWS": shape.rows, "TOKENS": shape.tokens}
-    score["FP8"] = index_k_scale is not None
+    score |= {"FP8": index_k_scale is not None, "WIDEN": index_k_scale is not None and is_hip()}
     padded = {"BLOCK_H": max(triton.next_power_of_2(heads), 16), "BLOCK_D": triton.next_power_of_2(width)}
-    options = {"num_warps": shape.warps, "num_stages": shape.stages, **compile_options(is_hip())}
+    options = {"STAGES": shape.stages, "num_warps": shape.warps, **compile_options(is_hip())}
     direct, longest = triton.next_power_of_2(budget * CHUNK), triton.next_power_of_2(length)
     pick = {"BUDGET_PAD": triton.next_power_of_2(budget), "DIRECT": min(direct, longest)}
     pick["CHUNKS"] = longest // CHUNK if length > direct else 0
@@ -122,8 +128,10 @@ def _score_kernel(
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
     FP8: tl.constexpr,
+    WIDEN: tl.constexpr,  # FP8 to float16, where the matrix unit has no products of this FP8
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Scores of every `splits`-th tile of tokens for a few rows. Nothing is done where the rows take every token.
 
@@ -145,12 +153,13 @@ def _score_kernel(
     weights = tl.load(weights_ptr + column_row, mask=real, other=0.0)
     dim = tl.arange(0, BLOCK_D)
     q = tl.load(q_ptr + column_row[:, None] * D + dim[None, :], mask=real[:, None] & (dim < D)[None, :], other=0.0)
-    if FP8:
+    if WIDEN:
         q = q.to(tl.float16)
     keys_ptr += (request * count + local[None, :]) * length
     best_ptr += (request * count + local[None, :]) * (length // CHUNK)
     written = (local < count)[None, :]
-    for piece in range(split, tl.cdiv(visible, TOKENS), splits):
+    # With stages of its own the loop prefetches what no product needs as well: the keys' scales.
+    for piece in tl.range(split, tl.cdiv(visible, TOKENS), splits, num_stages=STAGES):
         token = piece * TOKENS + tl.arange(0, TOKENS)
         block = tl.load(
             table_ptr + request * table_width + token // BLOCK_SIZE, mask=token < table_width * BLOCK_SIZE, other=0
@@ -161,8 +170,7 @@ def _score_kernel(
             k = tl.load(cache_ptr + place[:, None] + dim[None, :])
         else:
             k = tl.load(cache_ptr + place[:, None] + dim[None, :], mask=(dim < D)[None, :], other=0.0)
-        if FP8:
-            # Exact, and one instruction for two keys. Hopper adds up products of FP8 with fewer bits than float32 has.
+        if WIDEN:
             k = k.to(tl.float16)
         products = tl.dot(k, tl.trans(q), input_precision="ieee")
         products = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL) * weights[None, :]

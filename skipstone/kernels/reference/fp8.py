@@ -19,7 +19,8 @@ def quantise(values: Tensor) -> tuple[Tensor, Tensor]:
     its every product NaN or infinite. The same ops run on a CPU and on a GPU, without a synchronization.
     """
     wide = values.float()
-    scale = wide.abs().amax(dim=-1, keepdim=True).clamp(min=SMALLEST_AMAX) / LARGEST  # [..., 1]
+    largest = wide.abs().amax(dim=-1, keepdim=True).clamp(min=SMALLEST_AMAX)  # [..., 1]
+    scale = largest / largest.new_full((), LARGEST)  # by a Python number a GPU would multiply with its inverse
     return (wide / scale).clamp(-LARGEST, LARGEST).to(FP8), scale
 
 
