@@ -131,7 +131,9 @@ def blas_segment(k: int, n: int, threads: int) -> int | None:
     with reference.cpu_threads(1):
         blas = {count: torch.mm(x[:count], weight) for count in {*padded[1:], *reference.LARGE_SAMPLES}}
     some, columns = min(blas), weight[:, :TRIED_COLUMNS].contiguous()
-    for segment in dict.fromkeys((min(k, LONGEST_SEGMENT), *range(16, min(k, LONGEST_SEGMENT), 16))):
+    longest = min(k, LONGEST_SEGMENT)
+    equal_parts = (k // parts for parts in range(2, 9) if 0 < k // parts <= longest)
+    for segment in dict.fromkeys((longest, *equal_parts, *range(16, longest, 16))):
         if torch.equal(product(x[:some], columns, segment), blas[some][:, :TRIED_COLUMNS]) and all(
             torch.equal(product(x[:count], weight, segment), expected) for count, expected in blas.items()
         ):

@@ -64,7 +64,7 @@ def _block_select(q, cache, positions, table, unit, init, local, out):
                 chosen[best] = True
             place = 0
             for block in range(visible):
-                if chosen[block]:
+                if chosen[block] and place < budget:
                     out[t, group, place] = block
                     place += 1
 
