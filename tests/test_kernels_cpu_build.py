@@ -63,13 +63,13 @@ def test_exponential() -> None:
 
 
 def test_ends_of_the_exponential() -> None:
-    """It never falls, overflows to about 1e38 and underflows to about 1e-38, and keeps NaN."""
+    """It never falls, ends at 0 and at infinity, and keeps NaN."""
     ends = torch.tensor([-math.inf, -3e38, -1e4, -104.0, -88.0, -87.0, -86.9, 87.9, 88.0, 89.0, 1e4, 3e38, math.inf])
     got = exponentials(ends)
-    assert bool((got.diff() >= 0).all()) and 0 <= got[0] <= 2e-38 and 1e38 < got[-1] < math.inf
+    assert bool((got[1:] >= got[:-1]).all()) and got[:4].tolist() == [0.0] * 4 and got[-4:].tolist() == [math.inf] * 4
     assert exponentials(torch.tensor([math.nan, -math.nan])).isnan().all()
     everywhere = exponentials(torch.linspace(-90, 90, 100_001))
-    assert bool((everywhere.diff() >= 0).all())
+    assert bool((everywhere[1:] >= everywhere[:-1]).all())
 
 
 # BLAS's order of sums
