@@ -38,6 +38,7 @@ from skipstone.models.minimax_m3 import MiniMaxM3
 from skipstone.models.minimax_m3_mtp import MiniMaxM3Mtp
 from skipstone.registry import ATTENTION
 from skipstone.runtime.block_pool import BlockPool
+from skipstone.runtime.runner import ModelRunner
 from skipstone.runtime.scheduler import Scheduler
 from skipstone.spec.proposer import ProposerNeeds
 from skipstone.spec.verify import Run, Verifier
@@ -517,6 +518,7 @@ def test_rows_select_alone_what_they_select_among_drafts(
 ) -> None:
     """Contexts are far longer than the budget; every position of the text was a row of its own and one of k + 1."""
     selections = Selections(monkeypatch)
+    monkeypatch.setattr(ModelRunner, "_needs_every_row", lambda runner: True)
     job = (tokens(70, 2), SamplingParams(temperature=5.0, logit_bias=LEAN, seed=4, max_tokens=50, ignore_eos=True))
     seen = []
     for way in ("off", proposer):

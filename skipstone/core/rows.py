@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor
 
 from skipstone.core.batch import SPARE_BLOCK, ZERO_BLOCK, Batch, Span
+
+ALIGNED = 2  # int64 values: kernels are compiled once more for tensors that do not start at 16 bytes
 
 
 class QueryRows(NamedTuple):
@@ -36,20 +39,37 @@ def build_batch(rows: list[QueryRows], block_size: int, lookahead: int = 0, see_
     for i, item in enumerate(rows):
         blocks = item.block_ids[: -(-(int(seq_lens[i]) + lookahead) // block_size)]
         table[i, : len(blocks)] = blocks
-    row_table = table.repeat(lengths, axis=0)  # [T, max_blocks]
-    slot_block = row_table[np.arange(len(positions)), positions // block_size]
+    request = np.arange(len(rows)).repeat(lengths)  # [T]
+    slot_block = table[request, positions // block_size]
+    slot_block = np.where(slot_block == ZERO_BLOCK, SPARE_BLOCK, slot_block)
     seen = (seq_lens - 1).repeat(lengths) if see_ahead else positions
+    arrays = (input_ids, positions, seq_lens, slot_block, positions % block_size, request, seen, table)
+    on_device = _tensors(arrays)
+    device_table = on_device[7]
     return Batch(
-        input_ids=torch.as_tensor(input_ids),
-        positions=torch.as_tensor(positions),
-        seq_lens=torch.as_tensor(seq_lens),
-        slot_block=torch.as_tensor(np.where(slot_block == ZERO_BLOCK, SPARE_BLOCK, slot_block)),
-        slot_offset=torch.as_tensor(positions % block_size),
-        row_block_table=torch.as_tensor(row_table),
+        input_ids=on_device[0],
+        positions=on_device[1],
+        seq_lens=on_device[2],
+        slot_block=on_device[3],
+        slot_offset=on_device[4],
+        row_block_table=device_table[on_device[5]],  # the one large tensor: made there, not copied
         logits_indices=torch.zeros(0, dtype=torch.int64),
-        spans=_spans(lengths, seq_lens + lookahead, torch.as_tensor(seen), torch.as_tensor(table), block_size),
+        spans=_spans(lengths, seq_lens + lookahead, on_device[6], device_table, block_size),
         max_seq_len=max_seq_len,
     )
+
+
+def _tensors(arrays: Sequence[np.ndarray]) -> list[Tensor]:
+    """Integer arrays as int64 tensors, by one copy to the device that tensors are made on."""
+    starts = [0]
+    for array in arrays:
+        starts.append(starts[-1] + array.size + array.size % ALIGNED)
+    packed = np.zeros(starts[-1], dtype=np.int64)
+    for start, array in zip(starts, arrays, strict=False):
+        packed[start : start + array.size] = array.ravel()
+    whole = torch.as_tensor(packed)
+    parts = zip(starts, arrays, strict=False)
+    return [whole[start : start + array.size].view(array.shape) for start, array in parts]
 
 
 def _spans(lengths: np.ndarray, reach: np.ndarray, seen: Tensor, table: Tensor, block_size: int) -> list[Span]:

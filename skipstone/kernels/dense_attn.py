@@ -10,14 +10,16 @@ that leave partial results for a second launch; with many, one program walks all
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from skipstone.core.batch import Span
+from skipstone.kernels.descriptors import capability, describable
 from skipstone.kernels.gemm import dot
 from skipstone.kernels.partial_sums import LOG2_E, LOWEST, ONES, Parts, combine, combine_parts, empty_parts
 
@@ -51,11 +53,26 @@ def instruction(hip: bool) -> dict[str, int]:
     return {"matrix_instr_nonkdim": 16} if hip else {}
 
 
+@triton.jit
+def _reduce(q, k, v, ones, limit, key, scale, MASKED: tl.constexpr):
+    """Peak, sum of weights and weighted values of one part; keys past `limit` are hidden if MASKED."""
+    scores = dot(q, tl.trans(k), tl.zeros([q.shape[0], k.shape[0]], tl.float32))
+    if MASKED:
+        scores = tl.where(key[None, :] <= limit[:, None], scores, float("-inf"))
+    # The maximum also keeps the compiler from fusing this product into the differences that `combine` takes.
+    peak = tl.maximum(tl.max(scores, axis=1) * scale, LOWEST)
+    weights = tl.exp2(tl.fma(scores, scale, -peak[:, None])).to(v.dtype)
+    total = dot(weights, ones, tl.zeros([q.shape[0], ones.shape[1]], tl.float32))
+    return peak, total, dot(weights, v, tl.zeros(q.shape, tl.float32))
+
+
 @triton.jit(do_not_specialize=["rows_per_request", "table_stride", "parts", "splits"])
 def _attend_kernel(
     q_ptr,  # [R * n, KV_HEADS * GROUP, D]
     k_ptr,  # [num_blocks, KV_HEADS, BLOCK_SIZE, D]
     v_ptr,  # as k
+    k_rows,  # the caches as descriptors of [rows, D] with DESCRIPTORS, which take whole parts of a block
+    v_rows,
     positions_ptr,  # [R, n]
     table_ptr,  # [R, blocks]
     out_ptr,  # [R * n, KV_HEADS * GROUP, D]; SPLIT: partial outputs [R * n, KV_HEADS * GROUP, parts, D] float32
@@ -76,6 +93,7 @@ def _attend_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     SPLIT: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
 ):
     # The last rows see the most keys: they start first.
     row_tile = tl.num_programs(0) // splits - 1 - tl.program_id(0) // splits
@@ -96,7 +114,17 @@ def _attend_kernel(
     peak = tl.full([BLOCK_M], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_M, ONES], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for part in range(split, tl.cdiv(length, BLOCK_N), splits):
+    whole = split
+    if DESCRIPTORS:  # parts that every row of the tile sees to their end
+        whole = (tl.min(tl.where(inside, position, 2147483647), axis=0) + 1) // BLOCK_N
+        for part in range(whole):
+            block = tl.load(table_ptr + request * table_stride + part * BLOCK_N // BLOCK_SIZE).to(tl.int32)
+            place = (block * KV_HEADS + kv_head) * BLOCK_SIZE + part * BLOCK_N % BLOCK_SIZE
+            k = k_rows.load([place, 0])
+            v = v_rows.load([place, 0])
+            part_peak, part_total, part_acc = _reduce(q, k, v, ones, position, position, scale, False)
+            peak, total, acc = combine(peak, total, acc, part_peak, part_total, part_acc)
+    for part in range(whole, tl.cdiv(length, BLOCK_N), splits):
         start = part * BLOCK_N
         key = start + tl.arange(0, BLOCK_N)
         # Places past the last key read that one again: what was never written may be NaN, and weight zero keeps NaN.
@@ -118,13 +146,7 @@ def _attend_kernel(
         else:
             k = tl.load(k_ptrs, mask=(dim < D)[None, :], other=0.0)
             v = tl.load(v_ptrs, mask=(dim < D)[None, :], other=0.0)
-        scores = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
-        scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
-        # The maximum also keeps the compiler from fusing this product into the differences that `combine` takes.
-        part_peak = tl.maximum(tl.max(scores, axis=1) * scale, LOWEST)
-        weights = tl.exp2(tl.fma(scores, scale, -part_peak[:, None])).to(v.dtype)
-        part_total = dot(weights, ones, tl.zeros([BLOCK_M, ONES], tl.float32))
-        part_acc = dot(weights, v, tl.zeros([BLOCK_M, BLOCK_D], tl.float32))
+        part_peak, part_total, part_acc = _reduce(q, k, v, ones, position, key, scale, True)
         if SPLIT:
             place = (row * (KV_HEADS * GROUP) + head) * parts + part
             tl.store(out_ptr + place[:, None] * D + dim[None, :], part_acc, mask=in_row)
@@ -167,34 +189,17 @@ def dense_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, span: Span, sca
     if splits > 1:
         parts = empty_parts(requests * n, heads, most, width, q.device)
     block_d = max(triton.next_power_of_2(width), 16)
+    described = splits == 1 and n > SPLIT_ROWS and width == block_d and block_size % cut.keys == 0
+    described = described and capability() >= 90 and describable(k_cache) and describable(v_cache)
+    caches: tuple[Any, ...] = (k_cache, v_cache)
+    if described:
+        caches = tuple(TensorDescriptor.from_tensor(c.view(-1, width), [cut.keys, width]) for c in caches)
     _attend_kernel[(row_tiles * splits, kv_heads, requests)](
-        q,
-        k_cache,
-        v_cache,
-        positions,
-        table,
-        parts.acc,
-        parts.peak,
-        parts.total,
-        q.stride(0),
-        q.stride(1),
-        table.stride(0),
-        n,
-        most,
-        splits,
-        scale * LOG2_E,
-        KV_HEADS=kv_heads,
-        GROUP=group,
-        D=width,
-        BLOCK_SIZE=block_size,
-        BLOCK_M=cut.m,
-        BLOCK_N=cut.keys,
-        BLOCK_D=block_d,
-        SPLIT=splits > 1,
-        num_warps=cut.warps,
-        num_stages=cut.stages,
-        **instruction(hip),
-    )
+        q, k_cache, v_cache, *caches, positions, table, parts.acc, parts.peak, parts.total, q.stride(0), q.stride(1),
+        table.stride(0), n, most, splits, scale * LOG2_E, KV_HEADS=kv_heads, GROUP=group, D=width,
+        BLOCK_SIZE=block_size, BLOCK_M=cut.m, BLOCK_N=cut.keys, BLOCK_D=block_d, SPLIT=splits > 1,
+        DESCRIPTORS=described, num_warps=cut.warps, num_stages=cut.stages, **instruction(hip),
+    )  # fmt: skip
     if splits > 1:
         combine_parts(parts, positions, 1, cut.keys, out)
     return out

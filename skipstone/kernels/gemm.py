@@ -21,12 +21,16 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton import knobs
+
+from skipstone.kernels import gemm_persistent
+from skipstone.kernels.dot import dot, is_hip
+
+__all__ = ["bmm", "compile_options", "counters", "dot", "is_hip", "linear"]
 
 DECODE_ROWS = 64  # up to here a product is bound by reading the weight
 FREE_ROWS = 32  # up to here our own products are as fast as torch's (H200), and they cast x on the way
 COUNTERS = 1 << 16
-INTERPRETED = tl.constexpr(knobs.runtime.interpret)
+SPREAD = 1 << 25  # sums of segments up to which a float32 weight's segments are spread: it is narrow, its tiles few
 
 
 class Tiles(NamedTuple):
@@ -37,12 +41,6 @@ class Tiles(NamedTuple):
     splits: int
     warps: int
     stages: int
-
-
-@cache
-def is_hip() -> bool:
-    """Whether kernels are compiled for AMD."""
-    return torch.version.hip is not None
 
 
 def decode_tiles(n: int, k: int, dtype: torch.dtype, hip: bool) -> Tiles:
@@ -83,20 +81,6 @@ def counters(device: torch.device) -> Tensor:
     overlap: one compute stream.
     """
     return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
-
-
-@triton.jit
-def dot(a, b, acc):
-    """a [M, K] times b [K, N] plus acc [M, N], float32 accumulator.
-
-    The interpreter's float32 products depend on a row's place in the tile; those in float64 do not after rounding.
-    """
-    if INTERPRETED:
-        wide = tl.dot(a.to(tl.float32).to(tl.float64), b.to(tl.float32).to(tl.float64), out_dtype=tl.float64)
-        result = acc + wide.to(tl.float32)
-    else:
-        result = tl.dot(a, b, acc, input_precision="ieee")
-    return result
 
 
 @triton.jit
@@ -259,7 +243,12 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
     segment = triton.cdiv(triton.cdiv(k, tiles.k), tiles.splits) * tiles.k
     block_m = max(16, triton.next_power_of_2(rows))
     splits = tiles.splits
-    decode = rows <= DECODE_ROWS and batch * triton.cdiv(n, tiles.n) <= COUNTERS
+    if batch == 1 and gemm_persistent.fits(x[0], weight[0]):
+        return gemm_persistent.product(x[0], weight[0], segment, tiles.splits)[None]
+    narrow = weight.dtype == torch.float32 and splits > 1 and batch * rows * n * splits <= SPREAD
+    few = rows <= DECODE_ROWS or narrow
+    block_m = min(block_m, DECODE_ROWS)
+    decode = few and batch * triton.cdiv(rows, block_m) * triton.cdiv(n, tiles.n) <= COUNTERS
     if not decode:
         block_m, tiles = prefill_tiles(segment, weight.dtype, hip)
     sizes = (rows, *x.stride(), *weight.stride())
@@ -278,8 +267,8 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
 
 def linear(x: Tensor, weight: Tensor, exact: bool) -> Tensor:
     """x [T, K] times weight [K, N]: [T, N] in the weight's dtype. With `exact`, a row's bits do not depend on T."""
-    if not exact and x.shape[0] > FREE_ROWS:
-        return torch.mm(x.to(weight.dtype), weight)
+    if not exact and x.shape[0] > FREE_ROWS and x.dtype == weight.dtype:
+        return torch.mm(x, weight)
     return _product(x[None], weight[None])[0]
 
 

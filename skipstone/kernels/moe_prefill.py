@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -12,11 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from skipstone.kernels import moe_persistent
 from skipstone.kernels.gemm import compile_options, dot, is_hip
 from skipstone.kernels.moe_tiles import combine, gate, gate_up_columns
 from skipstone.kernels.reference.pointwise import GatedActivation
 
-GROUPED_MM_ROWS = 4096  # from here on torch's grouped products are faster than ours (H200, 32 experts)
 GROUP = 8  # row tiles that run side by side and share columns of a weight through the L2
 
 
@@ -172,38 +171,32 @@ def _down_kernel(
         tl.store(partial_ptrs, acc.to(partial_ptr.dtype.element_ty), mask=row_mask[:, None] & n_mask[None, :])
 
 
+@triton.jit(do_not_specialize=["pairs"])
+def _invert_kernel(order_ptr, place_ptr, pairs, BLOCK: tl.constexpr):
+    """place[order[i]] = i."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    pair = tl.load(order_ptr + at, mask=at < pairs, other=0)
+    tl.store(place_ptr + pair, at, mask=at < pairs)
+
+
 @triton.jit
-def _gather_kernel(
+def _spread_kernel(
     x_ptr,  # [T, WIDTH]
-    order_ptr,  # [pairs]
-    place_ptr,  # [pairs] out: where each pair stands in the order
-    sorted_ptr,  # [pairs, WIDTH] out
+    place_ptr,  # [T * TOP_K]
+    sorted_ptr,  # [T * TOP_K, WIDTH] out
     x_stride,
     TOP_K: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per place in the order."""
-    place = tl.program_id(0).to(tl.int64)
-    pair = tl.load(order_ptr + place)
-    tl.store(place_ptr + pair, place.to(tl.int32))
-    row = (pair // TOP_K).to(tl.int64)
-    for start in tl.static_range(0, WIDTH, BLOCK):
-        dim = start + tl.arange(0, BLOCK)
-        values = tl.load(x_ptr + row * x_stride + dim, mask=dim < WIDTH)
-        tl.store(sorted_ptr + place * WIDTH + dim, values, mask=dim < WIDTH)
-
-
-@triton.jit
-def _gate_kernel(gate_up_ptr, inner_ptr, alpha, limit, shift, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """`GatedActivation` of gate_up [pairs, 2 * WIDTH] -> inner [pairs, WIDTH]. One program per row."""
+    """Copy each row to the places of its pairs. One program per row, so that a row is read once."""
     row = tl.program_id(0).to(tl.int64)
     for start in tl.static_range(0, WIDTH, BLOCK):
         dim = start + tl.arange(0, BLOCK)
-        gates = tl.load(gate_up_ptr + row * 2 * WIDTH + dim, mask=dim < WIDTH).to(tl.float32)
-        ups = tl.load(gate_up_ptr + row * 2 * WIDTH + WIDTH + dim, mask=dim < WIDTH).to(tl.float32)
-        inner = gate(gates, ups, alpha, limit, shift)
-        tl.store(inner_ptr + row * WIDTH + dim, inner.to(inner_ptr.dtype.element_ty), mask=dim < WIDTH)
+        values = tl.load(x_ptr + row * x_stride + dim, mask=dim < WIDTH)
+        for slot in tl.static_range(TOP_K):
+            place = tl.load(place_ptr + row * TOP_K + slot).to(tl.int64)
+            tl.store(sorted_ptr + place * WIDTH + dim, values, mask=dim < WIDTH)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -243,46 +236,18 @@ def _by_expert(experts: Tensor, stored: int) -> tuple[Tensor, Tensor]:
     return order, torch.searchsorted(by_expert, bounds, out_int32=True)
 
 
-@cache
-def _has_grouped_mm(device: torch.device) -> bool:
-    """Whether torch has CUTLASS's grouped product for this device."""
-    hopper = device.type == "cuda" and not is_hip() and torch.cuda.get_device_capability(device) == (9, 0)
-    return hopper and hasattr(torch, "_grouped_mm")
-
-
-def _fits_grouped_mm(x: Tensor, gate_up: Tensor, down: Tensor) -> bool:
-    """Whether `torch._grouped_mm` takes these tensors (bfloat16, rows of whole 16 bytes) and there are enough rows."""
-    return (
-        x.shape[0] >= GROUPED_MM_ROWS
-        and _has_grouped_mm(x.device)
-        and x.dtype == gate_up.dtype == torch.bfloat16
-        and gate_up.is_contiguous()
-        and down.is_contiguous()
-        and down.shape[1] % 8 == 0
-        and down.shape[2] % 8 == 0
-    )
-
-
-def _grouped_mm_parts(
-    x: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, activation: GatedActivation
-) -> tuple[Tensor, Tensor]:
-    """Every pair's result, by expert, with torch's grouped products; and where each pair's is."""
-    hidden, inner_size, top_k = x.shape[1], down.shape[1], experts.shape[1]
-    order, starts = _by_expert(experts, down.shape[0])
-    pairs = order.shape[0]
+def _sorted_rows(x: Tensor, order: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Each pair's row of x, in the order given [pairs, H], and where each pair stands in it [pairs] int32."""
+    pairs, hidden = order.shape[0], x.shape[1]
     x_sorted = x.new_empty(pairs, hidden)
     place = torch.empty(pairs, dtype=torch.int32, device=x.device)
-    _gather_kernel[(pairs,)](x, order, place, x_sorted, x.stride(0), TOP_K=top_k, WIDTH=hidden, BLOCK=2048)
-    both = torch._grouped_mm(x_sorted, gate_up, offs=starts[1:])
-    inner = x.new_empty(pairs, inner_size)
-    _gate_kernel[(pairs,)](both, inner, *activation, WIDTH=inner_size, BLOCK=1024)
-    return torch._grouped_mm(inner, down, offs=starts[1:]), place
+    _invert_kernel[(triton.cdiv(pairs, 512),)](order, place, pairs, BLOCK=512)
+    _spread_kernel[(x.shape[0],)](x, place, x_sorted, x.stride(0), TOP_K=top_k, WIDTH=hidden, BLOCK=2048)
+    return x_sorted, place
 
 
-def _triton_parts(
-    x: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, activation: GatedActivation
-) -> tuple[Tensor, None]:
-    """Every pair's result in (row, slot) order, by our own kernels. They launch as many programs as could be needed."""
+def _triton_parts(x: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, activation: GatedActivation) -> Tensor:
+    """Every pair's result in (row, slot) order. The kernels launch as many programs as could be needed."""
     hidden, (stored, inner_size), top_k, hip = x.shape[1], down.shape[:2], experts.shape[1], is_hip()
     order, starts = _by_expert(experts, stored)
     pairs = order.shape[0]
@@ -303,7 +268,7 @@ def _triton_parts(
     )
     grid, options = launch(down_tiles(down.dtype, hip), inner_size, hidden)
     _down_kernel[grid](inner, order, starts, down, partial, *down.stride(), **options)
-    return partial, None
+    return partial
 
 
 def experts_prefill(
@@ -316,11 +281,9 @@ def experts_prefill(
     exact: bool,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """`moe.experts_forward` for many rows.
-
-    Both ways gave equal bits when measured, but nothing promises that of torch's, so exact mode stays with ours.
-    """
-    grouped = not exact and _fits_grouped_mm(x, gate_up, down)
-    products = _grouped_mm_parts if grouped else _triton_parts
-    parts, place = products(x, experts, gate_up, down, activation)
-    return _combine(parts, place, weights, out_dtype)
+    """`moe.experts_forward` for many rows. Exact and free form are the same kernels."""
+    if moe_persistent.fits(x, gate_up, down):
+        order, starts = _by_expert(experts, down.shape[0])
+        x_sorted, place = _sorted_rows(x, order, experts.shape[1])
+        return _combine(moe_persistent.products(x_sorted, starts, gate_up, down, activation), place, weights, out_dtype)
+    return _combine(_triton_parts(x, experts, gate_up, down, activation), None, weights, out_dtype)

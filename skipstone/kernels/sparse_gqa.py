@@ -22,12 +22,16 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from skipstone.core.batch import Span
 from skipstone.errors import ShapeError
+from skipstone.kernels import sparse_gqa_chunk
+from skipstone.kernels.descriptors import capability
 from skipstone.kernels.gemm import is_hip
+from skipstone.kernels.sparse_gqa_parts import add_pair, add_tile, combine
 from skipstone.kernels.sparse_gqa_prefill import MOST_DECODE_ROWS, prefill
-from skipstone.kernels.sparse_gqa_union import LOG2_E, Union, capability, early_launch, most_rows, union_of_rows
+from skipstone.kernels.sparse_gqa_union import LOG2_E, Union, early_launch, most_rows, union_of_rows, whole_rows
 
 FULL_GRID = 128  # programs that keep the GPU busy: about one per multiprocessor of an H200
 MOST_HEADS = 64  # rows of a matrix product
+ONES = 8  # columns of the product that adds up weights; AMD's narrowest has 16
 
 
 class Config(NamedTuple):
@@ -71,6 +75,11 @@ def sparse_gqa(
     if n > MOST_DECODE_ROWS and not exact and most_rows(indices.shape[2]) > 1:
         return prefill(q, k_cache, v_cache, indices, unit, span, scale)
     rows_each, splits = plan(requests, n, indices.shape[1], indices.shape[2], q.shape[1], q.dtype)
+    heads = rows_each * triton.next_power_of_2(q.shape[1] // indices.shape[1])
+    if n > MOST_DECODE_ROWS and splits == 1 and sparse_gqa_chunk.fits(k_cache, v_cache, heads):
+        shape = config(k_cache.dtype, unit, heads, FULL_GRID)
+        tiles = sparse_gqa_chunk.ChunkConfig(rows_each, shape.heads, shape.keys, ONES)
+        return sparse_gqa_chunk.attend_chunk(q, k_cache, v_cache, indices, unit, span, scale, tiles)
     return attend(q, k_cache, v_cache, indices, unit, span, scale, rows_each, splits)
 
 
@@ -106,6 +115,7 @@ def attend(
     """`sparse_gqa` with a given number of rows per program and of programs per row."""
     requests, n = span.positions.shape
     rows, heads, width = q.shape
+    q = whole_rows(q)
     kv_heads, budget = indices.shape[1:]
     group = heads // kv_heads
     padded, row_tiles = triton.next_power_of_2(group), triton.cdiv(n, rows_each)
@@ -125,11 +135,11 @@ def attend(
     early = early_launch()
     common = {"GROUP": group, "WIDTH": width, "EARLY": bool(early), "enable_fp_fusion": False, **early}
     _attend_kernel[grid](
-        q.contiguous(), k_cache, v_cache, out, indices, *union[:4], span.positions.contiguous(), span.block_table,
-        part_out, part_max, part_sum, n, span.block_table.stride(0), scale * LOG2_E, KV_HEADS=kv_heads,
+        q, k_cache, v_cache, out, indices, *union[:4], span.positions.contiguous(), span.block_table,
+        part_out, part_max, part_sum, q.stride(0), n, span.block_table.stride(0), scale * LOG2_E, KV_HEADS=kv_heads,
         GROUP_PAD=padded, BUDGET=budget, BUDGET_PAD=triton.next_power_of_2(budget), SHARE=share,
         SHARE_PAD=triton.next_power_of_2(share), UNIT=unit, BLOCK_SIZE=k_cache.shape[2], ROWS=rows_each,
-        HEADS=tiles.heads, KEYS=tiles.keys, PAIR=tiles.pair, ONES=16 if is_hip() else 8, num_warps=tiles.warps,
+        HEADS=tiles.heads, KEYS=tiles.keys, PAIR=tiles.pair, ONES=16 if is_hip() else ONES, num_warps=tiles.warps,
         num_stages=tiles.stages, **common,
     )  # fmt: skip
     if splits > 1:
@@ -137,72 +147,9 @@ def attend(
     return out
 
 
-@triton.jit
-def _number(top):
-    """A maximum to subtract, which is no infinity."""
-    return tl.where(top == float("-inf"), 0.0, top)
-
-
-@triton.jit
-def _weigh(scores, top, scale):
-    """Weights relative to a maximum."""
-    return tl.exp2(tl.fma(scores, scale, -tl.expand_dims(_number(top), len(top.shape))))
-
-
-@triton.jit
-def _sum(weights, ONES: tl.constexpr):
-    """Sum over keys."""
-    ones = tl.full([weights.shape[1], ONES], 1.0, weights.dtype)
-    return tl.max(tl.dot(weights, ones, input_precision="ieee"), axis=1)
-
-
-@triton.jit
-def _add_tile(q, k, v, top, total, acc, limit, key, scale, fresh, ONES: tl.constexpr):
-    """Add one tile of keys to the partial result of its block; with `fresh` it is the block's first."""
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-    scores = tl.where(key[None, :] <= limit[:, None], scores, float("-inf"))
-    new_top = tl.max(scores, axis=1) * scale
-    new_top = tl.where(fresh, new_top, tl.maximum(top, new_top))
-    weights = _weigh(scores, new_top, scale).to(v.dtype)
-    old = tl.exp2(top - _number(new_top))
-    total = tl.where(fresh, 0.0, total * old) + _sum(weights, ONES)
-    acc = tl.where(fresh, 0.0, acc * old[:, None])
-    return new_top, total, tl.dot(weights, v, acc, input_precision="ieee")
-
-
-@triton.jit
-def _add_pair(q, k, first_v, second_v, limit, key, scale, ONES: tl.constexpr):
-    """Partial result of a block of two tiles: the numbers of `_add_tile` for one after the other, in fewer steps."""
-    KEYS: tl.constexpr = first_v.shape[0]
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-    scores = tl.where(key[None, :] <= limit[:, None], scores, float("-inf"))
-    scores = tl.reshape(scores, [q.shape[0], 2, KEYS])
-    first, second = tl.split(tl.max(scores, axis=2) * scale)
-    top = tl.maximum(first, second)
-    # Not joined: behind that, operands of a product get another layout.
-    tops = tl.where(tl.arange(0, 2)[None, :] == 0, first[:, None], top[:, None])
-    weights = _weigh(scores, tops, scale)
-    first_weights, second_weights = tl.split(tl.permute(weights.to(k.dtype), (0, 2, 1)))
-    old = tl.exp2(first - _number(top))
-    total = _sum(first_weights, ONES) * old + _sum(second_weights, ONES)
-    acc = tl.dot(first_weights, first_v, input_precision="ieee") * old[:, None]
-    return top, total, tl.dot(second_weights, second_v, acc, input_precision="ieee")
-
-
-@triton.jit
-def _combine(top, total, acc, part_max, part_sum, part):
-    """Add a partial result to a row. Fused operations are spelled out, so that every kernel rounds alike."""
-    new_top = tl.maximum(top, part_max)
-    old = tl.exp2(top - _number(new_top))
-    new = tl.exp2(part_max - _number(new_top))
-    total = tl.fma(total, old, part_sum * new)
-    acc = tl.fma(acc, tl.broadcast_to(old[:, None], acc.shape), part * new[:, None])
-    return new_top, total, acc
-
-
 @triton.jit(do_not_specialize=["n", "table_stride"])
 def _attend_kernel(
-    q_ptr,  # [T, H, D]
+    q_ptr,  # [T, H, D], rows q_stride apart
     k_ptr,  # [num_blocks, G, block_size, D]
     v_ptr,  # as k
     out_ptr,  # [T, H, D]
@@ -216,6 +163,7 @@ def _attend_kernel(
     part_out_ptr,  # [T, G, slots, group, D]: the first program's sums, then every other block's (SHARE < S)
     part_max_ptr,  # [T, G, slots, group]
     part_sum_ptr,
+    q_stride,
     n,
     table_stride,
     scale,
@@ -249,7 +197,7 @@ def _attend_kernel(
     row = request * n + local_row
     d = tl.arange(0, WIDTH)
     key = tl.arange(0, UNIT // TILES)
-    head_place = (row * KV_HEADS + kv_head) * GROUP + m % GROUP_PAD
+    head = kv_head * GROUP + m % GROUP_PAD
     if EARLY:
         gdc_wait()
         if SHARE < BUDGET:  # whole rows let go at their end: programs in between would spread these unevenly
@@ -271,11 +219,10 @@ def _attend_kernel(
         pages = union_page_ptr + tile * (ROWS * BUDGET_PAD)
         union_rows_ptr += tile * (ROWS * BUDGET_PAD)
         count = tl.load(union_count_ptr + tile)
-    q = tl.load(q_ptr + head_place[:, None] * WIDTH + d, mask=real[:, None], other=0.0)
+    q = tl.load(q_ptr + (row * q_stride + head * WIDTH)[:, None] + d, mask=real[:, None], other=0.0)
 
     top = tl.full([HEADS], float("-inf"), tl.float32)
-    total = tl.zeros([HEADS], tl.float32)
-    acc = tl.zeros([HEADS, WIDTH], tl.float32)
+    total, acc = tl.zeros([HEADS], tl.float32), tl.zeros([HEADS, WIDTH], tl.float32)
     part_max, part_sum, part = top, total, acc
     slot = (row * KV_HEADS + kv_head) * (1 + (tl.num_programs(1) - 1) * SHARE) + tl.maximum(1 + (split - 1) * SHARE, 0)
     saved = slot * GROUP + m
@@ -294,9 +241,9 @@ def _attend_kernel(
         block, page, chosen_by = _entry(blocks, pages, union_rows_ptr, entry, (i + 1) // TILES, count, ROWS > 1)
         if PAIR:
             second_v = tl.load(v_ptr + place + d[None, :] + tl.minimum(KEYS + value_key, last_seen)[:, None] * WIDTH)
-            part_max, part_sum, part = _add_pair(q, k, v, second_v, limit, key, scale, ONES)
+            part_max, part_sum, part = add_pair(q, k, v, second_v, limit, key, scale, ONES)
         else:
-            part_max, part_sum, part = _add_tile(
+            part_max, part_sum, part = add_tile(
                 q, k, v, part_max, part_sum, part, limit, key, scale, i % TILES == 0, ONES
             )
         if i % TILES == TILES - 1:
@@ -306,7 +253,7 @@ def _attend_kernel(
                 to = saved + i // TILES * GROUP
                 _save(part_out_ptr, part_max_ptr, part_sum_ptr, to, d, part_max, part_sum, part, real, WIDTH)
             else:
-                new_top, new_total, new_acc = _combine(top, total, acc, part_max, part_sum, part)
+                new_top, new_total, new_acc = combine(top, total, acc, part_max, part_sum, part)
                 top = tl.where(selects, new_top, top)
                 total = tl.where(selects, new_total, total)
                 acc = tl.where(selects[:, None], new_acc, acc)
@@ -314,7 +261,8 @@ def _attend_kernel(
         if EARLY:
             gdc_launch_dependents()
         acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-        tl.store(out_ptr + head_place[:, None] * WIDTH + d, acc.to(out_ptr.dtype.element_ty), mask=real[:, None])
+        out_place = row * (KV_HEADS * GROUP) + head
+        tl.store(out_ptr + out_place[:, None] * WIDTH + d, acc.to(out_ptr.dtype.element_ty), mask=real[:, None])
     elif SHARE == 1 or split == 0:
         _save(part_out_ptr, part_max_ptr, part_sum_ptr, saved, d, top, total, acc, real, WIDTH)
     else:
@@ -370,7 +318,7 @@ def _merge_kernel(
         part_max = tl.load(part_max_ptr + at)
         part_sum = tl.load(part_sum_ptr + at)
         part = tl.load(part_out_ptr + at[:, None] * WIDTH + d)
-        new_top, new_total, new_acc = _combine(top, total, acc, part_max, part_sum, part)
+        new_top, new_total, new_acc = combine(top, total, acc, part_max, part_sum, part)
         here = part_max > float("-inf")
         top = tl.where(here, new_top, top)
         total = tl.where(here, new_total, total)

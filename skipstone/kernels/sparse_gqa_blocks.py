@@ -80,7 +80,7 @@ def attend_by_blocks(
         _schedule_kernel[(1,)](counts[chunk], work, buckets, programs, PER_PROGRAM=per_program, BLOCK=1024)
         _block_kernel[(programs,)](
             q, k_cache, v_cache, span.positions, span.block_table, reach, counts[chunk], lists, work, parts, weights,
-            n, first, units, capacity, programs, span.block_table.stride(0), scale * LOG2_E,
+            q.stride(0), n, first, units, capacity, programs, span.block_table.stride(0), scale * LOG2_E,
             **shape, **heads, UNIT=unit, BLOCK_SIZE=k_cache.shape[2], BLOCK_ROWS=tiles.rows, REPEAT=tiles.repeat,
             num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
@@ -148,7 +148,7 @@ def _schedule_kernel(
 
 @triton.jit(do_not_specialize=["n", "first_tile", "units", "capacity", "programs", "table_stride"])
 def _block_kernel(
-    q_ptr,  # [T, H, D]
+    q_ptr,  # [T, H, D], rows q_stride apart
     k_ptr,  # [num_blocks, G, block_size, D]
     v_ptr,  # as k
     positions_ptr,  # [R, n]
@@ -159,6 +159,7 @@ def _block_kernel(
     work_ptr,  # see _schedule_kernel
     part_ptr,  # [chunk rows, G, S, group, D]
     weight_ptr,  # [chunk rows, G, S, group] float32: log2 of the sum of exponentials
+    q_stride,
     n,
     first_tile,
     units,
@@ -205,7 +206,7 @@ def _block_kernel(
         tile = first_tile + local_row // ROWS
         row = request * n + tile % row_tiles * ROWS + local_row % ROWS
         place = (local_row.to(tl.int64) * KV_HEADS + kv_head) * BUDGET + chosen % BUDGET
-        q_at = ((row * KV_HEADS + kv_head) * GROUP + head)[:, None] * WIDTH + d
+        q_at = (row * q_stride + (kv_head * GROUP + head) * WIDTH)[:, None] + d
         q = tl.load(q_ptr + q_at, mask=real[:, None], other=0.0)
         limit = tl.load(positions_ptr + row, mask=real, other=0).to(tl.int32) - start
         following = first + BLOCK_ROWS + member

@@ -16,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from skipstone.core.batch import Span
 from skipstone.kernels.sparse_gqa_blocks import BlockConfig, attend_by_blocks, block_config
-from skipstone.kernels.sparse_gqa_union import LOG2_E, most_rows, union_of_rows
+from skipstone.kernels.sparse_gqa_union import LOG2_E, most_rows, union_of_rows, whole_rows
 
 MOST_DECODE_ROWS = 8  # rows per request of decoding and verification; longer runs are chunks of prompts
 NO_LIMIT = 1 << 30
@@ -76,14 +76,14 @@ def prefill(
     tiles = tiles or config(k_cache.dtype, unit, group, budget, q.device.type, hip)
     if limit is None:
         limit = block_limit(tiles.rows, budget, unit, span.block_table.shape[1] * k_cache.shape[2])
-    q = q.contiguous()
-    out = torch.empty_like(q)
+    q = whole_rows(q)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
     union = union_of_rows(indices, unit, span, tiles.rows, k_cache.shape[2], True)
     keys, values = k_cache, v_cache
     if tiles.descriptors:
         keys, values = (TensorDescriptor.from_tensor(c.view(-1, width), [tiles.keys, width]) for c in (keys, values))
     _prefill_kernel[(requests * triton.cdiv(n, tiles.rows) * kv_heads,)](
-        q, k_cache, v_cache, keys, values, out, *union, span.positions, n, scale * LOG2_E, limit,
+        q, k_cache, v_cache, keys, values, out, *union, span.positions, q.stride(0), n, scale * LOG2_E, limit,
         KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=triton.next_power_of_2(group), WIDTH=width,
         BUDGET_PAD=triton.next_power_of_2(budget), UNIT=unit, KEYS=tiles.keys, BLOCK_SIZE=k_cache.shape[2],
         ROWS=tiles.rows, HEADS=tiles.heads, DESCRIPTORS=tiles.descriptors, num_warps=tiles.warps,
@@ -112,7 +112,7 @@ def _attend_tile(q, k, v, top, total, acc, scale, limit, key, MASKED: tl.constex
 
 @triton.jit(do_not_specialize=["n", "largest"])
 def _prefill_kernel(
-    q_ptr,  # [T, H, D]
+    q_ptr,  # [T, H, D], rows q_stride apart
     k_ptr,  # [num_blocks, G, block_size, D]
     v_ptr,  # as k
     k_rows,  # the caches as tensor descriptors of [rows, D], or again as pointers
@@ -124,6 +124,7 @@ def _prefill_kernel(
     count_ptr,
     full_ptr,
     positions_ptr,  # [R, n]
+    q_stride,
     n,
     scale,
     largest,
@@ -160,7 +161,8 @@ def _prefill_kernel(
     d = tl.arange(0, WIDTH)
     key = tl.arange(0, KEYS)
     head_place = (row * KV_HEADS + kv_head) * GROUP + m % GROUP_PAD
-    q = tl.load(q_ptr + head_place[:, None] * WIDTH + d, mask=real[:, None], other=0.0)
+    q_place = row * q_stride + (kv_head * GROUP + m % GROUP_PAD) * WIDTH
+    q = tl.load(q_ptr + q_place[:, None] + d, mask=real[:, None], other=0.0)
     position = tl.load(positions_ptr + row, mask=real, other=-1).to(tl.int32)
     last_position = tl.max(position)
     entries = tile * (ROWS * BUDGET_PAD)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -12,18 +11,10 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from skipstone.core.batch import Span
-from skipstone.kernels.gemm import is_hip
+from skipstone.kernels.descriptors import capability
 
 LOG2_E = 1.4426950408889634
 UNION_LIMIT = 128  # selected blocks of all rows of a tile, at most: every pair of them is compared
-
-
-@cache
-def capability() -> int:
-    """Of the NVIDIA GPU that kernels are compiled for, as in sm_90; 0 for AMD and in Triton's interpreter."""
-    if is_hip() or triton.knobs.runtime.interpret:
-        return 0
-    return int(triton.runtime.driver.active.get_current_target().arch)
 
 
 def early_launch() -> dict[str, bool]:
@@ -34,6 +25,11 @@ def early_launch() -> dict[str, bool]:
 def most_rows(budget: int) -> int:
     """How many rows of `budget` blocks a union takes; they must fit the bits of an int32."""
     return max(1, min(16, UNION_LIMIT // triton.next_power_of_2(budget)))
+
+
+def whole_rows(q: Tensor) -> Tensor:
+    """q [T, H, D] with each row in one piece; rows may be apart, as where q is a part of wider rows."""
+    return q if q.stride()[1:] == (q.shape[2], 1) else q.contiguous()
 
 
 class Union(NamedTuple):

@@ -89,7 +89,7 @@ def harden() -> None:
             total = (total + part).astype(np.float32)
         return TensorHandle(total, d.dtype.scalar)
 
-    def create_masked_load(self: Any, ptrs: Any, mask: Any, other: Any, *rest: Any) -> Any:
+    def create_masked_load(self: Any, ptrs: Any, mask: Any, other: Any, *rest: Any, **named: Any) -> Any:
         # Of a single number's load, other=0 does not arrive here: Triton's front end asks for its truth value.
         if other is None and ptrs.data.size > 1:
             kind = ptrs.get_element_ty()
@@ -97,7 +97,7 @@ def harden() -> None:
             value = 0x7FC0 if kind == HALF else np.nan if np.issubdtype(dtype, np.floating) else UNDEFINED % 127
             value = UNDEFINED if np.issubdtype(dtype, np.integer) and dtype.itemsize > 2 else value
             other = TensorHandle(np.full(ptrs.data.shape, value, dtype=dtype), kind)
-        return load(self, ptrs, mask, other, *rest)
+        return load(self, ptrs, mask, other, *rest, **named)
 
     def restore_args_dev(self: Any, args_dev: Any, args_hst: Any, kwargs: Any, kwargs_hst: Any) -> None:
         on_device = [x for x in (*args_dev, *kwargs.values()) if getattr(x, "is_cuda", False)]

@@ -1,0 +1,90 @@
+"""Matrix products of many rows by programs that stay, with tiles that the copy engine loads through descriptors.
+
+For NVIDIA GPUs from Hopper on. Sums over K go in the order of `gemm`, segment by segment, so the bits are the same.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from skipstone.kernels.descriptors import Tiles, capability, describable, multiprocessors, place_of
+from skipstone.kernels.dot import dot
+
+TILES = Tiles(128, 256, 64, 8, 3)
+GROUP = 8
+ROWS = 2048  # from which on this pays: a launch takes longer, and few rows have too few tiles
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _persistent_kernel(
+    x_rows,  # descriptor of x [rows, K]
+    w_rows,  # descriptor of the weight [K, N]
+    out_ptr,  # [rows, N]
+    scratch_ptr,  # [programs, BLOCK_M, BLOCK_N] float32, where there are several segments
+    rows,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Each program takes every so many-th tile. Sums of a tile's earlier segments wait in memory, not in registers."""
+    m_tiles, n_tiles = tl.cdiv(rows, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    HALF: tl.constexpr = BLOCK_N // 2
+    m = tl.arange(0, BLOCK_M)
+    n = tl.arange(0, HALF)
+    cells = scratch_ptr + tl.program_id(0).to(tl.int64) * (BLOCK_M * BLOCK_N) + m[:, None] * HALF + n[None, :]
+    for tile in tl.range(tl.program_id(0), m_tiles * n_tiles, tl.num_programs(0), flatten=SPLITS == 1):
+        row_tile, column = place_of(tile, m_tiles, n_tiles, GROUP)
+        for split in tl.static_range(SPLITS):
+            acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            for k in range(split * SEGMENT, min((split + 1) * SEGMENT, K), BLOCK_K):
+                x = x_rows.load([row_tile * BLOCK_M, k])
+                w = w_rows.load([k, column * BLOCK_N])
+                acc = dot(x, w, acc)
+            # Half a tile at a time, as registers hold no more beside the sums.
+            halves = tl.split(tl.permute(tl.reshape(acc, [BLOCK_M, 2, HALF]), (0, 2, 1)))
+            for half in tl.static_range(2):
+                total = halves[half]
+                place = cells + half * (BLOCK_M * HALF)
+                if split > 0:
+                    total += tl.load(place)
+                if split + 1 < SPLITS:
+                    tl.store(place, total)
+                else:
+                    row = row_tile * BLOCK_M + m
+                    out_n = column * BLOCK_N + half * HALF + n
+                    mask = (row < rows)[:, None] & (out_n < N)[None, :]
+                    out_ptrs = out_ptr + row.to(tl.int64)[:, None] * N + out_n[None, :]
+                    tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=mask)
+            if split + 1 < SPLITS:
+                tl.debug_barrier()
+
+
+def fits(x: Tensor, weight: Tensor) -> bool:
+    """Whether `product` takes x [rows, K] and weight [K, N], and pays."""
+    same = x.dtype == weight.dtype and capability() >= 90 and x.shape[0] >= ROWS and weight.shape[1] >= TILES.n
+    return same and describable(x) and describable(weight)
+
+
+def product(x: Tensor, weight: Tensor, segment: int, splits: int, tiles: Tiles = TILES) -> Tensor:
+    """x [rows, K] times weight [K, N]: [rows, N], the sums over `splits` segments of K added in ascending order."""
+    (rows, k), n = x.shape, weight.shape[1]
+    out = torch.empty(rows, n, dtype=weight.dtype, device=x.device)
+    programs = min(multiprocessors(x.device), triton.cdiv(rows, tiles.m) * triton.cdiv(n, tiles.n))
+    scratch = torch.empty(programs * (splits > 1), tiles.m, tiles.n, dtype=torch.float32, device=x.device)
+    _persistent_kernel[(programs,)](
+        TensorDescriptor.from_tensor(x, [tiles.m, tiles.k]), TensorDescriptor.from_tensor(weight, [tiles.k, tiles.n]),
+        out, scratch, rows, N=n, K=k, SPLITS=splits, SEGMENT=segment, BLOCK_M=tiles.m, BLOCK_N=tiles.n,
+        BLOCK_K=tiles.k, GROUP=GROUP, num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
+    return out
