@@ -9,7 +9,7 @@ found out on this machine, per weight shape, by comparing bits. Where a length i
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 
 import numba
 import numpy as np
@@ -106,12 +106,16 @@ def grouped_product(x, rows, starts, weights, segment, out):
                             out[start + i, n] = sums[i, n]
 
 
+@lru_cache(maxsize=64)
+def _one_group(rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """`rows` and `starts` of grouped_product for one weight and all rows."""
+    return np.arange(rows), np.array([0, rows])
+
+
 def product(x: Tensor, weight: Tensor, segment: int) -> Tensor:
     """x [T, K] times weight [K, N], adding up segments of K."""
-    rows = x.shape[0]
-    out = torch.empty(rows, weight.shape[1])
-    places = (np.arange(rows), np.array([0, rows]))
-    grouped_product(x.numpy(), *places, weight.numpy()[None], segment, out.numpy())
+    out = torch.empty(x.shape[0], weight.shape[1])
+    grouped_product(x.numpy(), *_one_group(x.shape[0]), weight.numpy()[None], segment, out.numpy())
     return out
 
 
