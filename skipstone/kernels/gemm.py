@@ -29,8 +29,9 @@ __all__ = ["bmm", "compile_options", "counters", "dot", "is_hip", "linear"]
 
 DECODE_ROWS = 64  # up to here a product is bound by reading the weight
 FREE_ROWS = 32  # up to here our own products are as fast as torch's (H200), and they cast x on the way
+FREE_COLUMNS = 64  # and of a weight that x must be cast for, as a router's, at any number of rows
 COUNTERS = 1 << 16
-SPREAD = 1 << 25  # sums of segments up to which a float32 weight's segments are spread: it is narrow, its tiles few
+SPREAD = 1 << 24  # sums of segments up to which a float32 weight's segments are spread: it is narrow, its tiles few
 
 
 class Tiles(NamedTuple):
@@ -267,8 +268,9 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
 
 def linear(x: Tensor, weight: Tensor, exact: bool) -> Tensor:
     """x [T, K] times weight [K, N]: [T, N] in the weight's dtype. With `exact`, a row's bits do not depend on T."""
-    if not exact and x.shape[0] > FREE_ROWS and x.dtype == weight.dtype:
-        return torch.mm(x, weight)
+    cast = x.dtype != weight.dtype and weight.shape[1] <= FREE_COLUMNS
+    if not exact and x.shape[0] > FREE_ROWS and not cast:
+        return torch.mm(x.to(weight.dtype), weight)
     return _product(x[None], weight[None])[0]
 
 

@@ -16,9 +16,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from skipstone.kernels.descriptors import Tiles, capability, describable, multiprocessors, place_of
 from skipstone.kernels.dot import dot
 
-TILES = Tiles(128, 256, 64, 8, 3)
 GROUP = 8
 ROWS = 2048  # from which on this pays: a launch takes longer, and few rows have too few tiles
+WIDEST = 256
+
+
+def tiles_of(splits: int) -> Tiles:
+    """For sums of `splits` segments: registers hold a tile of 256 columns, but not beside the sums that waited."""
+    return Tiles(128, WIDEST, 64, 8, 3) if splits == 1 else Tiles(128, WIDEST // 2, 64, 8, 4)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -39,10 +44,9 @@ def _persistent_kernel(
 ):
     """Each program takes every so many-th tile. Sums of a tile's earlier segments wait in memory, not in registers."""
     m_tiles, n_tiles = tl.cdiv(rows, BLOCK_M), tl.cdiv(N, BLOCK_N)
-    HALF: tl.constexpr = BLOCK_N // 2
     m = tl.arange(0, BLOCK_M)
-    n = tl.arange(0, HALF)
-    cells = scratch_ptr + tl.program_id(0).to(tl.int64) * (BLOCK_M * BLOCK_N) + m[:, None] * HALF + n[None, :]
+    n = tl.arange(0, BLOCK_N)
+    cells = scratch_ptr + tl.program_id(0).to(tl.int64) * (BLOCK_M * BLOCK_N) + m[:, None] * BLOCK_N + n[None, :]
     for tile in tl.range(tl.program_id(0), m_tiles * n_tiles, tl.num_programs(0), flatten=SPLITS == 1):
         row_tile, column = place_of(tile, m_tiles, n_tiles, GROUP)
         for split in tl.static_range(SPLITS):
@@ -51,34 +55,29 @@ def _persistent_kernel(
                 x = x_rows.load([row_tile * BLOCK_M, k])
                 w = w_rows.load([k, column * BLOCK_N])
                 acc = dot(x, w, acc)
-            # Half a tile at a time, as registers hold no more beside the sums.
-            halves = tl.split(tl.permute(tl.reshape(acc, [BLOCK_M, 2, HALF]), (0, 2, 1)))
-            for half in tl.static_range(2):
-                total = halves[half]
-                place = cells + half * (BLOCK_M * HALF)
-                if split > 0:
-                    total += tl.load(place)
-                if split + 1 < SPLITS:
-                    tl.store(place, total)
-                else:
-                    row = row_tile * BLOCK_M + m
-                    out_n = column * BLOCK_N + half * HALF + n
-                    mask = (row < rows)[:, None] & (out_n < N)[None, :]
-                    out_ptrs = out_ptr + row.to(tl.int64)[:, None] * N + out_n[None, :]
-                    tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=mask)
+            if split > 0:
+                acc += tl.load(cells)
             if split + 1 < SPLITS:
-                tl.debug_barrier()
+                tl.store(cells, acc)
+            else:
+                row = row_tile * BLOCK_M + m
+                mask = (row < rows)[:, None] & (column * BLOCK_N + n < N)[None, :]
+                out_ptrs = out_ptr + row.to(tl.int64)[:, None] * N + (column * BLOCK_N + n)[None, :]
+                tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
+            if SPLITS > 1:
+                tl.debug_barrier()  # a cell need not be read by the thread that wrote it
 
 
 def fits(x: Tensor, weight: Tensor) -> bool:
     """Whether `product` takes x [rows, K] and weight [K, N], and pays."""
-    same = x.dtype == weight.dtype and capability() >= 90 and x.shape[0] >= ROWS and weight.shape[1] >= TILES.n
+    same = x.dtype == weight.dtype and capability() >= 90 and x.shape[0] >= ROWS and weight.shape[1] >= WIDEST
     return same and describable(x) and describable(weight)
 
 
-def product(x: Tensor, weight: Tensor, segment: int, splits: int, tiles: Tiles = TILES) -> Tensor:
+def product(x: Tensor, weight: Tensor, segment: int, splits: int, tiles: Tiles | None = None) -> Tensor:
     """x [rows, K] times weight [K, N]: [rows, N], the sums over `splits` segments of K added in ascending order."""
     (rows, k), n = x.shape, weight.shape[1]
+    tiles = tiles or tiles_of(splits)
     out = torch.empty(rows, n, dtype=weight.dtype, device=x.device)
     programs = min(multiprocessors(x.device), triton.cdiv(rows, tiles.m) * triton.cdiv(n, tiles.n))
     scratch = torch.empty(programs * (splits > 1), tiles.m, tiles.n, dtype=torch.float32, device=x.device)

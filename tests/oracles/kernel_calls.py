@@ -281,7 +281,7 @@ def _products(model: Geometry, rows: int, x: Tensor) -> Iterator[Call]:
             yield "linear", f"{mode} router", _op("linear", x, empty(hidden, model.experts, dtype=FLOAT), exact)
         if rows > 64:  # as a chunk of a long prompt: one segment of K, and two
             longer = empty(4 * rows, hidden, dtype=dtype)
-            yield "linear", f"{mode} long", _op("linear", longer, empty(hidden, 8192, dtype=dtype), exact)
+            yield "linear", f"{mode} long", _op("linear", longer, empty(hidden, 9856, dtype=dtype), exact)
             yield "linear", f"{mode} long", _op("linear", longer, empty(hidden, 6144, dtype=dtype), exact)
         if rows <= 16:
             yield "linear", f"{mode} vocabulary", _op("linear", x, empty(hidden, model.vocab, dtype=dtype), exact)
