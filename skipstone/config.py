@@ -24,7 +24,7 @@ from skipstone.spec_config import SpecConfig, parse_spec
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda"]
-Kernels = Literal["auto", "reference", "triton"]
+Kernels = Literal["auto", "reference", "triton", "numba"]
 DraftSampling = Literal["coupled", "greedy", "independent"]
 IndexKeys = Literal["model", "fp8"]
 Rule = Literal["exact", "rejection", "block"]
@@ -43,7 +43,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     model: Annotated[str, Meta(description="checkpoint folder, or demo / demo-dsa")]
     dtype: Annotated[Dtype, Meta(description="weights and activations; auto: float32 on a CPU, else bfloat16")] = "auto"
     device: Annotated[Device, Meta(description="where the model runs; cuda: NVIDIA or AMD")] = "auto"
-    kernels: Annotated[Kernels, Meta(description="ops; auto: Triton on a GPU, plain torch on a CPU")] = "auto"
+    kernels: Annotated[Kernels, Meta(description="ops; auto: Triton on a GPU, Numba on a CPU")] = "auto"
     cuda_graphs: Annotated[bool, Meta(description="GPU: whole decode steps as graphs")] = True
     overlap: Annotated[bool, Meta(description="GPU: prepare the next step while one runs")] = True
     exact: Annotated[bool, Meta(description="bit-equal logits whatever else runs in the step")] = True

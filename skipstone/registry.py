@@ -73,7 +73,7 @@ PROPOSERS = Registry(
     },
 )
 
-# Every op twice: its plain-torch reference, and its Triton kernels.
+# Every op twice, its plain-torch reference and its Triton kernels; some a third time, compiled for CPUs by Numba.
 KERNELS = Registry(
     "op",
     {
@@ -103,5 +103,26 @@ KERNELS = Registry(
             ("accept", "decode", "decode"),
         ]
         for implementation, module in (("reference", f"reference.{reference}"), ("triton", triton))
+    }
+    | {
+        f"{op}/numba": f"kernels.cpu.{module}:{op}"
+        for op, module in [
+            ("linear", "gemm"),
+            ("bmm", "gemm"),
+            ("rms_norm", "norm_rope"),
+            ("add_rms_norm", "norm_rope"),
+            ("rotate", "norm_rope"),
+            ("norm_rotate_store", "norm_rope"),
+            ("index_rows", "norm_rope"),
+            ("gated", "norm_rope"),
+            ("store", "norm_rope"),
+            ("route", "moe"),
+            ("experts_forward", "moe"),
+            ("dense_attention", "attention"),
+            ("block_select", "select"),
+            ("token_select", "select"),
+            ("sparse_gqa", "attention"),
+            ("sparse_mla", "attention"),
+        ]
     },
 )

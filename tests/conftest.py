@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -10,7 +11,15 @@ import pytest
 import torch
 from oracles.tiny import TINY, Tiny, write_folder
 
+from skipstone.kernels.ops import load_ops
+
 torch.set_num_threads(1)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Compile the CPU kernels before several processes would do so at once, and with the notice that it happens."""
+    if not hasattr(config, "workerinput") and importlib.util.find_spec("numba"):
+        load_ops("numba")
 
 
 @pytest.fixture(scope="session")

@@ -131,12 +131,15 @@ def test_batches_and_chunks(
     assert everything(llm, jobs()[few]) == alone(name)[few]
 
 
-@pytest.mark.parametrize(("dtype", "threads"), [("float32", 2), ("bfloat16", 1), ("bfloat16", 2)])
+@pytest.mark.parametrize(
+    ("kernels", "dtype", "threads"),
+    [("numba", "float32", 2), ("reference", "float32", 2), ("reference", "bfloat16", 1), ("auto", "bfloat16", 2)],
+)
 @pytest.mark.parametrize("name", MODELS)
-def test_dtypes_and_threads(name: str, dtype: str, threads: int, folder: Callable[[str], Path]) -> None:
+def test_dtypes_and_threads(name: str, kernels: str, dtype: str, threads: int, folder: Callable[[str], Path]) -> None:
     """The promise holds for any number of threads, although libraries split their sums by it, and in bfloat16."""
     some = [(tokens(n, n), SamplingParams(max_tokens=5, seed=n, logprobs=5)) for n in (9, 30, 44)]
-    options = {"dtype": dtype, "num_threads": threads}
+    options = {"dtype": dtype, "num_threads": threads, "kernels": kernels}
     try:
         alone = load(folder(name), max_num_seqs=1, **options)
         expected = [everything(alone, [job])[0] for job in some]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Callable
 from typing import Any
@@ -20,8 +21,10 @@ from skipstone.kernels.reference.pointwise import GatedActivation, Rotary
 from skipstone.layers.rotary import RotaryTable, rotary_table
 from skipstone.registry import KERNELS
 
-pytest.importorskip("triton")
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, about infinities and NaN
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="the package triton is not installed"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's, about infinities and NaN
+]
 
 FLOAT, HALF = torch.float32, torch.bfloat16
 DTYPES = [FLOAT, HALF]
@@ -164,8 +167,16 @@ def test_store(heads: int, width: int, dtype: torch.dtype, cache_dtype: torch.dt
     touched[0] = True
     assert same_bits(got[SPARE_BLOCK][:, ~touched], cache[SPARE_BLOCK][:, ~touched])
     wide = torch.cat([rows, rows], dim=1)[:, heads : 2 * heads]
-    Kernel("store", writes=True)(wide, cache, block.int(), offset.int())
+    Kernel("store", writes=True)(wide, cache, block, offset)
     assert same_bits(cache[SPARE_BLOCK + 1 :], expected[SPARE_BLOCK + 1 :])
+
+
+def test_slots_of_32_bits() -> None:
+    rows, block, offset = randn(1, 9, 2, 32), *fresh_slots(9, 6, 16, seed=1)
+    expected, got = torch.zeros(6, 2, 16, 32), torch.zeros(6, 2, 16, 32)
+    Kernel("store", writes=True)(rows, expected, block, offset)
+    Kernel("store", writes=True)(rows, got, block.int(), offset.int())
+    assert expected.any() and same_bits(got, expected)
 
 
 @pytest.mark.parametrize("by", ["triton", "reference"])
@@ -259,8 +270,11 @@ def test_gated(width: int, activation: GatedActivation, dtype: torch.dtype) -> N
     expected = activation(x.double().to(torch.float64).float()).double()
     assert got.dtype == dtype and list(got.shape) == [3, width]
     assert error(got, expected) < TOLERANCE[dtype]
-    wide = torch.cat([x, x], dim=1)[:, width : 3 * width]
-    assert same_bits(Kernel("gated")(wide, activation), Kernel("gated")(wide.contiguous(), activation))
+
+
+def test_gated_of_views() -> None:
+    wide = randn(1, 3, 640)[:, 160:480]
+    assert same_bits(Kernel("gated")(wide, ACTIVATIONS[1]), Kernel("gated")(wide.contiguous(), ACTIVATIONS[1]))
 
 
 def test_gated_at_the_ends() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -14,8 +15,10 @@ from torch import Tensor
 
 from skipstone.core.batch import PAD
 
-pytest.importorskip("triton")
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, about infinities and NaN
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="the package triton is not installed"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's, about infinities and NaN
+]
 
 
 class Shape(NamedTuple):

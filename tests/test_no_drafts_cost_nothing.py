@@ -184,7 +184,8 @@ class Alone:
         specs, config = self.model.cache_specs(), self.model.config
         caches = KVCache(specs, CacheMemory(30, BLOCK, torch.float32, torch.device("cpu")))
         caches.fill(float("nan"))
-        self.groups = AttentionGroups(specs, caches, config.softmax_scale, config.sparse, exact=True)
+        ops = llm.engine.kernels.ops
+        self.groups = AttentionGroups(specs, caches, config.softmax_scale, config.sparse, True, ops)
         self.blocks = list(range(FIRST_BLOCK, 30))
         self.valid: list[int] = []  # tokens whose entries are in the caches
         self.known: dict[tuple[int, ...], Tensor] = {}

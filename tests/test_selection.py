@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +15,7 @@ from skipstone.attention.backend import IndexQuery, SparseSettings
 from skipstone.attention.msa import BlockIndexBackend
 from skipstone.core.kv_cache import CacheMemory, CacheSpec, CacheTensorSpec, KVCache
 from skipstone.core.rows import QueryRows, build_batch
-from skipstone.kernels.ops import load_ops
+from skipstone.kernels.ops import Implementation, load_ops
 from skipstone.kernels.reference.select import select_blocks, select_tokens
 
 ODD = [math.nan, math.inf, -math.inf, 0.0, -0.0, 1e30, -1e30, 3.4e38, -3.4e38, 1e-45, -1e-45]
@@ -156,29 +154,21 @@ def test_worked_examples(scores: list[float], position: int, init: int, local: i
 
 @pytest.mark.parametrize("lengths", [(40, 5, 33, 200), (40, 5), (200, 90), (32, 33)])
 @pytest.mark.parametrize("query_len", [1, 3])
-def test_requests_that_see_little_need_no_scores(lengths: tuple[int, ...], query_len: int) -> None:
-    """A batch of short and long requests selects what each of them selects alone, and scores only the long ones."""
+@pytest.mark.parametrize("table", ["reference", "numba"])
+def test_requests_select_together_what_they_select_alone(
+    lengths: tuple[int, ...], query_len: int, table: Implementation
+) -> None:
+    """Short requests, which see no more than the budget, and long ones."""
     unit, budget, groups, width, block = 8, 4, 2, 16, 16
     generator = torch.Generator().manual_seed(sum(lengths))
     spec = CacheSpec(0, "index keys", "msa_index", (CacheTensorSpec("index_k", 1, width),))
     cache = KVCache([spec], CacheMemory(80, block, torch.float32, torch.device("cpu")))
     cache.get(0, "index_k").normal_(generator=generator)
-    scored: list[int] = []
-    reference = load_ops("reference")
-
-    def block_select(index_q: Tensor, *rest: Any) -> Tensor:
-        scored.append(index_q.shape[0])
-        return reference.block_select(index_q, *rest)
-
-    ops = dataclasses.replace(reference, block_select=block_select)
-    backend = BlockIndexBackend(1.0, True, SparseSettings(unit, budget, 0, 1, groups), ops)
+    backend = BlockIndexBackend(1.0, True, SparseSettings(unit, budget, 0, 1, groups), load_ops(table))
     blocks = iter(range(2, 80))
     rows = [QueryRows([1] * query_len, n - query_len, [next(blocks) for _ in range(-(-n // block))]) for n in lengths]
     q = torch.randn(len(rows) * query_len, groups, width, generator=generator)
     together = backend.select(backend.plan(build_batch(rows, block)), 0, IndexQuery(q), cache)
-    limit = unit * budget
-    long = sum(n > limit for n in lengths)
-    assert sum(scored) == (long * query_len)
     for i, row in enumerate(rows):
         part = slice(i * query_len, (i + 1) * query_len)
         alone = backend.select(backend.plan(build_batch([row], block)), 0, IndexQuery(q[part]), cache)

@@ -54,7 +54,8 @@ The cells above are run on a CPU. `skipstone doctor` says what a machine runs, a
 
 | `--device` | `--kernels` | |
 |---|---|---|
-| cpu | auto, reference | plain torch; exact |
+| cpu, float32 | auto, numba | kernels compiled by Numba (extra `cpu`), the rest plain torch; exact |
+| cpu, bfloat16 or without Numba | auto, reference | plain torch; exact |
 | cpu | triton | in Triton's interpreter only (`TRITON_INTERPRET=1`), for tests |
 | cuda, NVIDIA | auto, triton | run on an H200; compiled for sm_90 and sm_100 in the tests |
 | cuda, NVIDIA | reference | plain torch, for comparison; with `--no-exact` only |
@@ -149,10 +150,13 @@ def cell(folder: Path, method: str) -> tuple[str, str]:
 def devices(folders: Folders) -> str:
     """Every device with every kind of ops: what a CPU runs was run, what it refuses is quoted below."""
     assert options_of(EngineConfig)["device"].allowed == "one of auto, cpu, cuda", "a device was added: give it rows"
-    assert options_of(EngineConfig)["kernels"].allowed == "one of auto, reference, triton", "kernels were added"
-    for kernels in ("auto", "reference"):
+    assert options_of(EngineConfig)["kernels"].allowed == "one of auto, numba, reference, triton", "kernels were added"
+    chosen = {"auto": "numba", "numba": "numba", "reference": "reference"}
+    for kernels, implementation in chosen.items():
         with LLM(str(folders.m3), device="cpu", kernels=kernels) as llm:
-            assert llm.engine.kernels.ops.is_reference
+            assert llm.engine.kernels.ops.implementation == implementation
+    with LLM(str(folders.m3), device="cpu", dtype="bfloat16") as llm:
+        assert llm.engine.kernels.ops.is_reference
     assert set(BACKENDS) == set(ATTENTION.entries), "an attention backend was added or removed"
     lines = ["| attention backend | where |", "|---|---|"]
     return DEVICES + "\n".join(lines + [f"| `{name}` | {where} |" for name, where in BACKENDS.items()]) + "\n"
@@ -279,6 +283,12 @@ def cases(at: Folders) -> dict[Case, Callable[[], object]]:
         ),
         Case("exact mode; plain torch on a GPU", "exact=True", "kernels='reference'"): lambda: choose_ops(
             torch.device("cuda"), "reference", exact=True
+        ),
+        Case("Numba's kernels; a GPU", "kernels='numba'", "device='cuda'"): lambda: choose_ops(
+            torch.device("cuda"), "numba"
+        ),
+        Case("Numba's kernels; bfloat16", "kernels='numba'", "bfloat16"): engine(
+            at.m3, device="cpu", kernels="numba", dtype="bfloat16"
         ),
         Case("any command; an unknown architecture", "FooForCausalLM", "is not supported"): engine(unknown),
         Case(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -12,7 +11,6 @@ from skipstone.attention.backend import Feature, IndexQuery, SparseSettings
 from skipstone.core.batch import Batch, Selection
 from skipstone.core.kv_cache import KVCache
 from skipstone.kernels.ops import Ops
-from skipstone.kernels.reference.attention import SelectedTokens, locate_tokens, token_sparse_attention
 from skipstone.kernels.reference.select import select_all
 
 
@@ -21,14 +19,6 @@ class TokenIndexMetadata(NamedTuple):
 
     batch: Batch
     everything: Selection | None
-
-
-@dataclass
-class SelectedTokensMetadata:
-    """`located` remembers where the last selection's keys lie, as layers may share one selection."""
-
-    batch: Batch
-    located: tuple[Selection, SelectedTokens] | None = None
 
 
 class TokenIndexBackend:
@@ -72,26 +62,15 @@ class TokenSparseBackend:
         self.settings = settings
         self.ops = ops
 
-    def plan(self, batch: Batch) -> SelectedTokensMetadata:
-        """Keep the step's block tables."""
-        return SelectedTokensMetadata(batch)
+    def plan(self, batch: Batch) -> Batch:
+        """Spans are all that is needed."""
+        return batch
 
-    def run(
-        self, metadata: SelectedTokensMetadata, layer: int, q: Tensor, selection: Selection | None, cache: KVCache
-    ) -> Tensor:
+    def run(self, metadata: Batch, layer: int, q: Tensor, selection: Selection | None, cache: KVCache) -> Tensor:
         """Absorbed queries [T, H, latent width] -> [T, H, value width] over the selected latents."""
         assert selection is not None
-        if not self.ops.is_reference:
-            latents, parts = cache.get(layer, "latent"), []
-            for span in metadata.batch.spans:
-                indices = selection.indices[span.rows]
-                settings = (span, self.settings.value_width, self.scale, self.exact)
-                parts.append(self.ops.sparse_mla(q[span.rows], latents, indices, *settings))
-            return parts[0] if len(parts) == 1 else torch.cat(parts)
-        if metadata.located is None or metadata.located[0] is not selection:
-            located = locate_tokens(selection.indices[:, 0], metadata.batch.row_block_table, cache.block_size)
-            metadata.located = (selection, located)
-        latents = cache.get(layer, "latent")
-        return token_sparse_attention(
-            q, latents, metadata.located[1], self.settings.value_width, self.scale, self.exact
-        )
+        latents, parts = cache.get(layer, "latent"), []
+        for span in metadata.spans:
+            indices, settings = selection.indices[span.rows], (span, self.settings.value_width, self.scale, self.exact)
+            parts.append(self.ops.sparse_mla(q[span.rows], latents, indices, *settings))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)

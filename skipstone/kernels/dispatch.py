@@ -10,7 +10,7 @@ import torch
 
 from skipstone.config import Kernels
 from skipstone.errors import ConfigError, UnsupportedError
-from skipstone.kernels.ops import OP_NAMES, Implementation, Ops, load_ops
+from skipstone.kernels.ops import OP_NAMES, Implementation, Ops, implementation_of, load_ops
 
 
 class Choice(NamedTuple):
@@ -39,9 +39,26 @@ def triton_refusal(device: torch.device) -> str | None:
     return None
 
 
-def choose_ops(device: torch.device, kernels: Kernels = "auto", exact: bool = False) -> Choice:
-    """Triton on GPUs, plain torch on CPUs, unless asked otherwise. Raises UnsupportedError naming both features."""
-    choice = _choose(device, kernels)
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def numba_refusal(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why Numba's kernels cannot run here; None: they can."""
+    if device.type != "cpu":
+        return "they are for CPUs"
+    if dtype != torch.float32:
+        return f"they compute in float32, not in {_name(dtype)}"
+    if importlib.util.find_spec("numba") is None:
+        return "the package numba is not installed, pip install 'skipstone[cpu]'"
+    return None
+
+
+def choose_ops(
+    device: torch.device, kernels: Kernels = "auto", exact: bool = False, dtype: torch.dtype = torch.float32
+) -> Choice:
+    """Triton on GPUs, Numba on CPUs, unless asked otherwise. Raises UnsupportedError naming both features."""
+    choice = _choose(device, kernels, dtype)
     if exact and choice.ops.is_reference and device.type != "cpu":
         raise UnsupportedError(
             f"exact=True and kernels={kernels!r} cannot be combined on a GPU ({choice.reason}): there the products of"
@@ -50,22 +67,21 @@ def choose_ops(device: torch.device, kernels: Kernels = "auto", exact: bool = Fa
     return choice
 
 
-def _choose(device: torch.device, kernels: Kernels) -> Choice:
-    implementation: Implementation = "triton" if kernels == "triton" else "reference"
-    if kernels == "auto" and device.type != "cpu":
-        refusal = triton_refusal(device)
-        if refusal is None:
-            return Choice(load_ops("triton"), "Triton on a GPU")
-        return Choice(load_ops("reference"), f"plain torch: {refusal}")
-    if implementation == "triton":
-        refusal = triton_refusal(device)
-        if refusal is not None:
-            raise UnsupportedError(f"kernels='triton' and device={device.type!r} cannot be combined: {refusal}")
-    reason = "as asked" if kernels != "auto" else "plain torch on a CPU"
-    return Choice(load_ops(implementation), reason)
+def _choose(device: torch.device, kernels: Kernels, dtype: torch.dtype) -> Choice:
+    refusals = {"triton": triton_refusal(device), "numba": numba_refusal(device, dtype)}
+    if kernels == "auto":
+        wanted: Implementation = "numba" if device.type == "cpu" else "triton"
+        if refusals[wanted] is not None:
+            return Choice(load_ops("reference"), f"plain torch: {refusals[wanted]}")
+        return Choice(load_ops(wanted), "Numba on a CPU" if wanted == "numba" else "Triton on a GPU")
+    if refusal := refusals.get(kernels):
+        where = f"device={device.type!r}" if kernels == "triton" else f"device={device.type!r}, dtype={_name(dtype)}"
+        raise UnsupportedError(f"kernels={kernels!r} and {where} cannot be combined: {refusal}")
+    return Choice(load_ops(kernels), "as asked")
 
 
 def list_ops(device: torch.device) -> list[tuple[str, Implementation, str]]:
     """Every op, what "auto" runs it with on this device, and the reason."""
     choice = choose_ops(device)
-    return [(name, choice.ops.implementation, choice.reason) for name in OP_NAMES]
+    table = choice.ops.implementation
+    return [(name, implementation_of(name, table), choice.reason) for name in OP_NAMES]

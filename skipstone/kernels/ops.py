@@ -1,7 +1,7 @@
-"""The ops that a model computes with: one table, filled from plain torch or from Triton.
+"""The ops that a model computes with: one table, filled from plain torch, from Triton, or from Numba and plain torch.
 
-Every op has one signature in both, documented at the plain-torch twin in `kernels.reference`. `kernels.dispatch` says
-which table a device gets and why.
+Every op has one signature in all of them, documented at the plain-torch twin in `kernels.reference`. `kernels.dispatch`
+says which table a device gets and why.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from skipstone.kernels.reference.decode import Accepted, DecodeRows
 from skipstone.registry import KERNELS
 
-Implementation = Literal["reference", "triton"]
+Implementation = Literal["reference", "triton", "numba"]
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,15 @@ class Ops:
 OP_NAMES = tuple(field.name for field in fields(Ops) if field.name != "implementation")
 
 
+def implementation_of(op: str, table: Implementation) -> Implementation:
+    """What an op of a table is made of: Numba has some of them only, the others are plain torch."""
+    return table if f"{op}/{table}" in KERNELS.entries else "reference"
+
+
 @functools.cache
 def load_ops(implementation: Implementation) -> Ops:
     """All ops of one implementation."""
-    loaded = {name: KERNELS.load(f"{name}/{implementation}") for name in OP_NAMES}
+    loaded = {name: KERNELS.load(f"{name}/{implementation_of(name, implementation)}") for name in OP_NAMES}
     return Ops(implementation, **loaded)
 
 

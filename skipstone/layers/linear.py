@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from skipstone.kernels.ops import OpsModule
-from skipstone.kernels.reference.gemm import pack_weight, packed_linear, packing_is_exact
 
 
 class Linear(OpsModule):
@@ -28,34 +27,6 @@ class Linear(OpsModule):
     def forward(self, x: Tensor) -> Tensor:
         """[T, in] -> [T, out] in the weight's dtype."""
         return self.ops.linear(x, self.weight, self.exact)
-
-
-class OutputLinear(OpsModule):
-    """The product with the vocabulary, [L, in] -> [L, out]: the one large matrix that every step reads for few rows.
-
-    The weight is packed for oneDNN where that gives row-independent bits on this machine, which then also costs no
-    padding; else it stays a plain weight.
-    """
-
-    def __init__(self, in_features: int, out_features: int, dtype: torch.dtype, exact: bool) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype), requires_grad=False)
-        self.exact = exact
-        self.packed: Tensor | None = None
-
-    def after_load(self) -> None:
-        """Pack the weight, once, and let go of the plain one."""
-        if self.weight.is_cuda:
-            self.weight = nn.Parameter(self.weight.t().contiguous(), requires_grad=False)
-        elif packing_is_exact(*self.weight.shape, self.weight.dtype, torch.get_num_threads()):
-            self.packed = pack_weight(self.weight)
-            del self.weight
-        else:
-            self.weight = nn.Parameter(self.weight.t().contiguous(), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[L, in] -> [L, out] in x's dtype."""
-        return self.ops.linear(x, self.weight, self.exact) if self.packed is None else packed_linear(x, self.packed)
 
 
 class RMSNorm(OpsModule):

@@ -11,7 +11,7 @@ from skipstone.attention.backend import AttentionStep, SparseSettings
 from skipstone.core.batch import Batch
 from skipstone.core.kv_cache import CacheSpec
 from skipstone.errors import ConfigError
-from skipstone.layers.linear import OutputLinear
+from skipstone.layers.linear import Linear
 
 
 class ModelConfig(Protocol):
@@ -98,7 +98,7 @@ class CausalLM(WeightedModel):
 
     config: ModelConfig
     embed: Tensor  # [V, H]
-    lm_head: OutputLinear
+    lm_head: Linear
 
     @staticmethod
     def read_config(raw: dict[str, Any]) -> ModelConfig:

@@ -21,7 +21,7 @@ from skipstone.kernels.reference.fp8 import FP8
 from skipstone.kernels.reference.index_rows import KeyNorm
 from skipstone.kernels.reference.pointwise import SILU, Rotary
 from skipstone.layers.feed_forward import GatedMLP, MixtureOfExperts, Router
-from skipstone.layers.linear import Linear, OutputLinear, RMSNorm
+from skipstone.layers.linear import Linear, RMSNorm
 from skipstone.layers.rotary import RotaryTable, Yarn, rotary_table
 from skipstone.models.base import CausalLM, ConfigReader, HiddenStates, Kept, empty_parameter
 
@@ -313,7 +313,7 @@ class DeepseekV32(CausalLM):
         layers = nn.ModuleList(DecoderLayer(config, i, dtype, exact) for i in range(config.num_layers))
         self.layers = cast("list[DecoderLayer]", layers)
         self.norm = RMSNorm(config.hidden_size, config.eps)
-        self.lm_head = OutputLinear(config.hidden_size, config.vocab_size, dtype, exact)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype, exact)
         table = rotary_table(config.rope_dim, config.rope_theta, max_position, config.yarn)
         self.mla_rotary = RotaryTable(table, config.rope_dim, pairs=True)
         self.index_rotary = RotaryTable(table, config.index_dim, pairs=False)
@@ -349,7 +349,7 @@ class DeepseekV32(CausalLM):
         slots: dict[str, Tensor] = {
             "model.embed_tokens.weight": self.embed,
             "model.norm.weight": self.norm.weight,
-            "lm_head.weight": self.lm_head.weight,
+            "lm_head.weight": self.lm_head.hub_weight,
         }
         for i, layer in enumerate(self.layers):
             slots |= layer.weight_slots(f"model.layers.{i}")

@@ -20,7 +20,7 @@ from skipstone.errors import CheckpointError, ConfigError
 from skipstone.kernels.ops import OpsModule
 from skipstone.kernels.reference.pointwise import SILU, Rotary
 from skipstone.layers.feed_forward import GatedMLP
-from skipstone.layers.linear import Linear, OutputLinear, RMSNorm
+from skipstone.layers.linear import Linear, RMSNorm
 from skipstone.layers.rotary import RotaryTable, rotary_table
 from skipstone.models.base import (
     CausalLM,
@@ -181,7 +181,7 @@ class Eagle3(DraftHead):
         self.layer = Eagle3Layer(config, dtype, exact=False)
         self.norm = RMSNorm(hidden, config.layer.eps)
         own = "lm_head.weight" in names
-        self.lm_head = OutputLinear(hidden, config.draft_vocab, dtype, exact=False) if own else None
+        self.lm_head = Linear(hidden, config.draft_vocab, dtype, exact=False) if own else None
         self.target_logits = target.logits
         self.vocabulary = DraftVocabulary(config.draft_vocab, vocab) if "d2t" in names else None
         self.has_mask = self.vocabulary is not None and "t2d" in names
@@ -227,7 +227,7 @@ class Eagle3(DraftHead):
         """The hub's names; the layer is called `midlayer` or `layers.0`."""
         slots: dict[str, Tensor] = {"fc.weight": self.fc.hub_weight, "norm.weight": self.norm.weight}
         if self.lm_head is not None:
-            slots["lm_head.weight"] = self.lm_head.weight
+            slots["lm_head.weight"] = self.lm_head.hub_weight
         if self.has_embed:
             slots["embed_tokens.weight"] = self.embed
         if self.vocabulary is not None:

@@ -19,7 +19,7 @@ from skipstone.core.kv_cache import CacheSpec, CacheTensorSpec
 from skipstone.kernels.ops import OpsModule
 from skipstone.kernels.reference.pointwise import GatedActivation, Rotary
 from skipstone.layers.feed_forward import GatedMLP, MixtureOfExperts, Router
-from skipstone.layers.linear import Linear, OutputLinear, RMSNorm
+from skipstone.layers.linear import Linear, RMSNorm
 from skipstone.layers.rotary import RotaryTable, rotary_table
 from skipstone.models.base import CausalLM, ConfigReader, HiddenStates, Kept, empty_parameter
 
@@ -267,7 +267,7 @@ class MiniMaxM3(CausalLM):
         layers = nn.ModuleList(DecoderLayer(config, layer, dtype, exact) for layer in range(config.num_layers))
         self.layers = cast("list[DecoderLayer]", layers)
         self.norm = RMSNorm(config.hidden_size, config.eps, offset=1.0)
-        self.lm_head = OutputLinear(config.hidden_size, config.vocab_size, dtype, exact)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype, exact)
         table = rotary_table(config.rotary_dim, config.rope_theta, max_position)
         self.rotary = RotaryTable(table, config.head_dim, pairs=False)
 
@@ -302,7 +302,7 @@ class MiniMaxM3(CausalLM):
         slots: dict[str, Tensor] = {
             "model.embed_tokens.weight": self.embed,
             "model.norm.weight": self.norm.weight,
-            "lm_head.weight": self.lm_head.weight,
+            "lm_head.weight": self.lm_head.hub_weight,
         }
         for i, layer in enumerate(self.layers):
             slots |= layer.weight_slots(f"model.layers.{i}")

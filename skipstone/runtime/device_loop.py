@@ -66,7 +66,7 @@ class DeviceLoop:
     def __init__(self, step: DecodeStep, graphs: bool) -> None:
         self.step = step
         self.drafts = step.drafter is not None
-        self.graphs = graphs and not step.ops.is_reference
+        self.graphs = graphs and step.ops.implementation == "triton"
         self.most_k = step.state.most_k
         self.slots: dict[Request, int] = {}
         self.known: dict[Request, Known] = {}

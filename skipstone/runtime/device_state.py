@@ -116,15 +116,13 @@ def decode_batch(ops: Ops, token_ids: Tensor, start: Tensor, limit: Tensor, tabl
     requests, n = token_ids.shape
     rows = ops.decode_rows(token_ids, start, limit, table, block_size)
     count = requests * n
-    # Only plain torch reads block tables by row.
-    by_row = table if n == 1 or not ops.is_reference else table.repeat_interleave(n, dim=0)
     return Batch(
         input_ids=rows.input_ids,
         positions=rows.positions,
         seq_lens=rows.seq_lens,
         slot_block=rows.slot_block,
         slot_offset=rows.slot_offset,
-        row_block_table=by_row,
+        row_block_table=table,  # read by `advanced` only, whose requests have one row
         logits_indices=rows.positions,  # unused: every row has logits
         spans=[Span(slice(0, requests), slice(0, count), n, rows.seen, table)],
         max_seq_len=table.shape[1] * block_size,

@@ -47,9 +47,9 @@ class Engine:
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
         self.device = choose_device(config.device)
-        self.kernels = choose_ops(self.device, config.kernels, config.exact)
         small = config.dtype == "bfloat16" or (config.dtype == "auto" and self.device.type != "cpu")
         self.dtype = torch.bfloat16 if small else torch.float32
+        self.kernels = choose_ops(self.device, config.kernels, config.exact, self.dtype)
         info = with_index_keys(info, config.index_keys)
         positions = info.config.max_position_embeddings
         longest = min(config.max_model_len or positions, positions)

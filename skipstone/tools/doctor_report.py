@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from skipstone.attention.msa_aiter import aiter_refusal
-from skipstone.kernels.dispatch import choose_device, choose_ops, list_ops, triton_refusal
+from skipstone.kernels.dispatch import choose_device, choose_ops, list_ops, numba_refusal, triton_refusal
 from skipstone.kernels.ops import OP_NAMES, Implementation
 from skipstone.registry import KERNELS
 from skipstone.runtime.memory import free_memory_bytes
@@ -87,6 +87,8 @@ def _facts(device: torch.device) -> Iterator[tuple[str, str]]:
     yield "Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     yield "torch", f"{torch.__version__}, {_build()}"
     yield "Triton", _version("triton") + (f"; not used: {refusal}" if (refusal := triton_refusal(device)) else "")
+    unused = numba_refusal(device, torch.float32)
+    yield "Numba", _version("numba") + (f"; not used: {unused}" if unused else "")
     yield "processor", f"{_processor()}, {torch.get_num_threads()} threads of {os.cpu_count()}, {_memory()}"
     count = torch.cuda.device_count()
     for index in range(count):
@@ -106,7 +108,7 @@ def _facts(device: torch.device) -> Iterator[tuple[str, str]]:
 def _notes(device: torch.device) -> Iterator[str]:
     """What a user may want to change."""
     if device.type == "cpu":
-        yield "row alone: plain torch reaches equal bits by padding products, which exact mode measures per shape"
+        yield "row alone: equal bits need an order of sums or a padding, which exact mode measures per shape of product"
         if triton_refusal(device) is None and _at_least(_version("numpy"), (2, 4)):
             yield "Triton's interpreter cannot run loops with numpy 2.4 and above; pip install 'numpy<2.4'"
 

@@ -10,8 +10,8 @@ import itertools
 import os
 import random
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from skipstone.core.batch import FIRST_BLOCK, SPARE_BLOCK, ZERO_BLOCK, Span
-from skipstone.kernels.ops import OP_NAMES
+from skipstone.kernels.ops import OP_NAMES, Implementation
 from skipstone.registry import KERNELS
 
 # "cuda" runs the same tests on a GPU, with TRITON_INTERPRET=0; on the CPU Triton's interpreter runs the kernels.
@@ -83,11 +83,14 @@ def moved(value: Any, device: str) -> Any:
 
 
 class Kernel:
-    """A Triton op by its name: called without leave to synchronise, in poisoned memory, its arguments left alone.
+    """An op by its name: called without leave to synchronise, in poisoned memory, its arguments left alone.
 
     Arguments and results are on the CPU, whatever device the kernel runs on. On a GPU it runs once more as a captured
-    graph, which must give the same bits.
+    graph, which must give the same bits. `by` is the implementation that all tests get: Triton's, unless a test file
+    about CPUs says otherwise.
     """
+
+    by: ClassVar[Implementation] = "triton"
 
     def __init__(self, name: str, writes: bool = False) -> None:
         assert name in OP_NAMES or name == "decode_page_table", name
@@ -98,13 +101,13 @@ class Kernel:
             from skipstone.kernels.block_table import decode_page_table
 
             return decode_page_table
-        return KERNELS.load(f"{self.name}/triton")
+        return KERNELS.load(f"{self.name}/{self.by}")
 
     def __call__(self, *args: Any) -> Any:
         op, inputs = self.op(), [moved(arg, DEVICE) for arg in args]
         tensors = [arg for arg in inputs if isinstance(arg, Tensor) and arg.numel() < 1_000_000]
         before = [arg.clone() for arg in tensors]
-        with poisoned_memory(), NoSync():
+        with poisoned_memory(), NoSync() if self.by == "triton" else nullcontext():
             out = op(*inputs)
         if self.writes:
             for arg, result in zip(args, inputs, strict=True):

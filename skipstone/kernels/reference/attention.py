@@ -116,109 +116,56 @@ def add_in_order(parts: Tensor) -> Tensor:
     return total
 
 
-class BlockPlaces(NamedTuple):
-    """What a step's rows have in common over all layers that select blocks of `unit` tokens."""
+def locate(tokens: Tensor, hidden: Tensor, span: Span, block_size: int) -> Tensor:
+    """Rows of a cache seen as [num_blocks, heads, block_size, width] at head 0: block * block_size * heads is left out.
 
-    first: Tensor  # [T, NB + 1] int64, head 0's row of the caches seen as [-1, unit * width]; the last one is zeros
-    stride: int  # from one head's row to the next
-    patterns: Tensor  # [unit + 1, unit] float32: pattern n adds 0 to the scores of the first n keys, HIDDEN to others
-    visible: Tensor  # [T, 1, 1] int64, tokens that the row sees
-
-
-def block_places(positions: Tensor, row_block_table: Tensor, unit: int, block_size: int, kv_heads: int) -> BlockPlaces:
-    """Tables for `locate_blocks`. positions [T], row_block_table [T, blocks] int64."""
-    per_block, device = block_size // unit, positions.device
-    within = torch.arange(per_block, device=device)
-    first = (row_block_table[:, :, None] * (kv_heads * per_block) + within).flatten(1)
-    first = F.pad(first, (0, 1), value=ZERO_BLOCK * kv_heads * per_block)
-    key, number = torch.arange(unit, device=device), torch.arange(unit + 1, device=device)
-    patterns = torch.where(key < number[:, None], 0.0, HIDDEN)
-    return BlockPlaces(first, per_block, patterns, (positions + 1)[:, None, None])
-
-
-class SelectedBlocks(NamedTuple):
-    """Where a selection's keys lie, one key set of S units per row and KV head, B in all.
-
-    Only the last unit may reach past its row: `tail` is its index in all of them.
+    tokens [T, ...] int64, positions in the request of each of the span's rows; `hidden` ones point at ZERO_BLOCK.
+    Returns block * block_size + offset, of tokens' shape.
     """
-
-    place: Tensor  # [B * S] int64
-    bias: Tensor  # [B, 1, S * unit] float32, 0 or HIDDEN
-    tail: Tensor  # [B] int64, into B * S
-    tail_unwritten: Tensor  # [B, unit] bool
-
-
-def locate_blocks(indices: Tensor, places: BlockPlaces) -> SelectedBlocks:
-    """Cache places of selected blocks. indices [T, Hkv, S] int32 ascending then PAD, which reads zeros."""
-    rows, kv_heads, budget = indices.shape
-    zeros, unit = places.first.shape[1] - 1, places.patterns.shape[1]
-    device = indices.device
-    missing = indices < 0
-    units = indices.long().masked_fill_(missing, zeros)
-    head = torch.arange(0, kv_heads * places.stride, places.stride, device=device)[:, None]
-    place = places.first.gather(1, units.view(rows, -1)).view_as(units).add_(head)
-    seen = torch.sub(places.visible, units, alpha=unit).clamp_(0, unit).masked_fill_(missing, 0)
-    bias = places.patterns.index_select(0, seen.view(-1))  # [B * S, unit]
-    last = torch.arange(0, rows * kv_heads * budget, budget, device=device)
-    tail = (budget - missing.sum(dim=-1)).view(-1).sub_(1).clamp_(min=0).add_(last)
-    return SelectedBlocks(place.view(-1), bias.view(rows * kv_heads, 1, -1), tail, bias.index_select(0, tail) < 0)
-
-
-class SelectedTokens(NamedTuple):
-    """Where a selection's tokens lie, one key set per row."""
-
-    place: Tensor  # [T * S] int64, rows of the caches seen as [-1, width]; PAD entries point at ZERO_BLOCK
-    hidden: Tensor  # [T, 1, S] bool
-
-
-def locate_tokens(indices: Tensor, row_block_table: Tensor, block_size: int) -> SelectedTokens:
-    """Cache places of selected tokens, one key set per row. indices [T, S] int32 then PAD."""
-    tokens = indices.clamp(min=0).long()  # [T, S]
+    table = span.block_table.repeat_interleave(span.query_len, dim=0)  # [T, blocks]
+    tokens = tokens.masked_fill(hidden, 0)
     block = torch.div(tokens, block_size, rounding_mode="floor")
-    slots = row_block_table.gather(1, block) * block_size + tokens % block_size
-    padding = indices < 0
-    return SelectedTokens(torch.where(padding, ZERO_BLOCK * block_size, slots).view(-1), padding[:, None])
+    slots = table.gather(1, block.flatten(1)).view_as(block) * block_size + tokens % block_size
+    return slots.masked_fill_(hidden, ZERO_BLOCK * block_size)
 
 
 def sparse_gqa(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, indices: Tensor, unit: int, span: Span, scale: float, exact: bool
 ) -> Tensor:
-    """Attention of each row of a span and KV head over its selected blocks: `locate_blocks`, then attention.
+    """Attention of each row of a span and KV head over its selected blocks (MiniMax-M3).
 
     q [R * n, H, D], caches [num_blocks, Hkv, block_size, D], indices [R * n, Hkv, S] int32 ascending then PAD.
-    Returns [R * n, H, D]; rows without a key (position -1) give zeros.
+    Returns [R * n, H, D]; rows without a key (position -1) give zeros. The keys of a row and KV head are one entry of
+    the fused kernel's batch, so its bits depend on nothing else.
     """
-    requests, n = span.positions.shape
-    table = span.block_table[:, None].expand(requests, n, -1).flatten(0, 1)
-    places = block_places(span.positions.flatten(), table, unit, k_cache.shape[2], k_cache.shape[1])
-    return block_sparse_attention(q, k_cache, v_cache, locate_blocks(indices, places), unit, scale)
+    rows, heads, width = q.shape
+    kv_heads, block_size = k_cache.shape[1:3]
+    within = torch.arange(unit, device=q.device)
+    tokens = (indices.long()[..., None] * unit + within).flatten(2)  # [T, Hkv, S * unit]; negative for PAD
+    hidden = (tokens < 0) | (tokens > span.positions.view(-1, 1, 1))
+    slots = locate(tokens, hidden, span, block_size)
+    block, offset = torch.div(slots, block_size, rounding_mode="floor"), slots % block_size
+    place = (block * kv_heads + torch.arange(kv_heads, device=q.device)[:, None]) * block_size + offset
+    sets = rows * kv_heads
+    k, v = (cache.view(-1, width)[place].view(sets, 1, -1, width) for cache in (k_cache, v_cache))
+    bias = torch.zeros(sets, 1, 1, hidden.shape[2], device=q.device).masked_fill_(hidden.view(sets, 1, 1, -1), HIDDEN)
+    return fused_attention(q.reshape(sets, 1, -1, width), k, v, bias, scale).reshape(rows, heads, width)
 
 
 def sparse_mla(
     q: Tensor, latent_cache: Tensor, indices: Tensor, span: Span, value_width: int, scale: float, exact: bool
 ) -> Tensor:
-    """Absorbed MLA of each row of a span over its selected tokens: `locate_tokens`, then attention.
+    """Absorbed MLA of each row of a span over its selected tokens (DeepSeek-V3.2).
 
-    q [R * n, H, D_latent], indices [R * n, 1, S] int32 then PAD. Returns [R * n, H, value_width].
+    Keys are latent rows, values their first dims. q [R * n, H, D_latent], latent_cache [num_blocks, 1, block_size,
+    D_latent], indices [R * n, 1, S] int32 then PAD. Returns [R * n, H, value_width]; rows without a key give zeros.
     """
-    requests, n = span.positions.shape
-    table = span.block_table[:, None].expand(requests, n, -1).flatten(0, 1)
-    keys = locate_tokens(indices[:, 0], table, latent_cache.shape[2])
-    return token_sparse_attention(q, latent_cache, keys, value_width, scale, exact)
-
-
-def block_sparse_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, keys: SelectedBlocks, unit: int, scale: float
-) -> Tensor:
-    """Attention of each row and KV head over its selected blocks (MiniMax-M3).
-
-    q [T, H, D], caches [num_blocks, Hkv, block_size, D]. Returns [T, H, D]. A row without any key gives zeros. A key
-    set is one entry of the fused kernel's batch, so its bits depend on nothing else.
-    """
-    rows, heads, width = q.shape
-    sets = rows * k_cache.shape[1]
-    k, v = (_read_blocks(cache, keys, unit).view(sets, 1, -1, width) for cache in (k_cache, v_cache))
-    return fused_attention(q.reshape(sets, 1, -1, width), k, v, keys.bias[:, None], scale).reshape(rows, heads, width)
+    rows, _, width = q.shape
+    tokens = indices[:, 0].long()
+    hidden = tokens < 0
+    place = locate(tokens, hidden, span, latent_cache.shape[2])
+    latents = latent_cache.view(-1, width).index_select(0, place.view(-1)).view(rows, -1, width)
+    return _attend(q, latents, latents[..., :value_width], hidden[:, None], scale, exact)
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
@@ -228,26 +175,6 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float)
     """
     out = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), attn_mask=bias, scale=scale)
     return out.to(q.dtype)
-
-
-def _read_blocks(cache: Tensor, keys: SelectedBlocks, unit: int) -> Tensor:
-    """The selected blocks, [B * S, unit, D], zeros where nothing was written."""
-    blocks = cache.view(-1, unit * cache.shape[3]).index_select(0, keys.place).view(-1, unit, cache.shape[3])
-    tails = blocks.index_select(0, keys.tail).masked_fill_(keys.tail_unwritten[..., None], 0)
-    return blocks.index_copy_(0, keys.tail, tails)
-
-
-def token_sparse_attention(
-    q: Tensor, latent_cache: Tensor, keys: SelectedTokens, value_width: int, scale: float, exact: bool
-) -> Tensor:
-    """Absorbed MLA over the selected tokens (DeepSeek-V3.2): keys are latent rows, values their first dims.
-
-    q [T, H, D_latent], latent_cache [num_blocks, 1, block_size, D_latent]. Returns [T, H, value_width]. A row without
-    any key gives zeros.
-    """
-    rows, _, width = q.shape
-    latents = latent_cache.view(-1, width).index_select(0, keys.place).view(rows, -1, width)
-    return _attend(q, latents, latents[..., :value_width], keys.hidden, scale, exact)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float, exact: bool) -> Tensor:

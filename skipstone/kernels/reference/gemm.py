@@ -105,37 +105,6 @@ def linear(x: Tensor, weight: Tensor, exact: bool) -> Tensor:
     return torch.mm(padded, weight)[:rows]
 
 
-def pack_weight(weight: Tensor) -> Tensor:
-    """A weight [N, K] in oneDNN's own layout, for `packed_linear`."""
-    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
-
-
-def packed_linear(x: Tensor, packed: Tensor) -> Tensor:
-    """x [T, K] times a packed [N, K] weight transposed: [T, N]. About 30 us of overhead a call, so for large N only."""
-    return torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
-
-
-@cache
-def packing_is_exact(n: int, k: int, dtype: torch.dtype, threads: int) -> bool:
-    """Whether oneDNN's packed product exists here and gives a row the same bits for any number of rows and threads."""
-    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
-        return False
-    generator = torch.Generator().manual_seed(n + k)
-    x = torch.randn(max(LARGE_SAMPLES), k, generator=generator).to(dtype)
-    try:
-        packed = pack_weight(torch.randn(n, k, generator=generator).to(dtype))
-    except RuntimeError:  # oneDNN has no such product for this dtype on this CPU
-        return False
-    with cpu_threads(1):
-        expected = packed_linear(x, packed)
-    for used in {1, threads}:
-        with cpu_threads(used):
-            for count in (*range(1, LARGEST_PROBED + 1), *LARGE_SAMPLES):
-                if not torch.equal(packed_linear(x[-count:].contiguous(), packed), expected[-count:]):
-                    return False
-    return True
-
-
 def bmm(a: Tensor, b: Tensor, exact: bool) -> Tensor:
     """a [B, M, K] times b [B, K, N]: [B, M, N]. With `exact`, a row's bits do not depend on B or M."""
     rows = a.shape[1]

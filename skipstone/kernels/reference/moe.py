@@ -105,9 +105,9 @@ def experts_forward(
     Returns [T, H] in `out_dtype`.
     """
     x = x.to(gate_up.dtype)
-    rows = group_by_expert(experts, gate_up.shape[0], _padding(x, gate_up, down) if exact else ())
-    hidden = _expert_products(x.index_select(0, rows.source), rows, gate_up)
-    out = _expert_products(activation(hidden), rows, down).index_select(0, rows.place)  # [T * K, H]
+    rows = group_by_expert(experts, gate_up.shape[0], padding(x, gate_up, down) if exact else ())
+    hidden = expert_products(x.index_select(0, rows.source), rows, gate_up)
+    out = expert_products(activation(hidden), rows, down).index_select(0, rows.place)  # [T * K, H]
     per_slot = out.float().view(*experts.shape, -1).mul_(weights[..., None])
     total = per_slot[:, 0]
     for slot in range(1, experts.shape[1]):
@@ -115,7 +115,7 @@ def experts_forward(
     return total.to(out_dtype)
 
 
-def _padding(x: Tensor, gate_up: Tensor, down: Tensor) -> tuple[int, ...]:
+def padding(x: Tensor, gate_up: Tensor, down: Tensor) -> tuple[int, ...]:
     """Places for each small number of rows, such that both products give a row the same bits."""
     if not x.is_cpu:
         return ()
@@ -123,7 +123,7 @@ def _padding(x: Tensor, gate_up: Tensor, down: Tensor) -> tuple[int, ...]:
     return padded_rows_of_both(*(padded_rows(k, n, x.dtype, False, threads) for k, n in shapes))
 
 
-def _expert_products(x: Tensor, rows: ExpertRows, weight: Tensor) -> Tensor:
+def expert_products(x: Tensor, rows: ExpertRows, weight: Tensor) -> Tensor:
     """x [P, K] times each expert's own weight [E, K, N]: [P, N]."""
     out = x.new_empty(x.shape[0], weight.shape[2])
     each = weight.unbind(0)
