@@ -27,7 +27,6 @@ from skipstone.kernels.reference.pointwise import Rotary
 
 PARTITION = 256  # keys of one split, as the package's kernels are tuned for
 MOST_SPLITS = 8
-MOST_QUERIES = 64  # query heads of one KV head
 VECTOR = 16  # bytes that the package loads at once
 # What is passed, all of it by name.
 PARAMETERS = (

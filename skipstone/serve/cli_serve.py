@@ -16,8 +16,6 @@ from skipstone.serve.cli_options import Command, Settings
 from skipstone.serve.cli_output import note
 from skipstone.serve.server_config import ServerConfig
 
-BACKLOG = 1024
-
 
 def run(args: argparse.Namespace, settings: Settings) -> int:
     """Serve until a signal ends it. The port is taken before the model is loaded."""
