@@ -237,7 +237,7 @@ class Advances:
     def compare(self, batch: Batch, step: Any, plan: Callable) -> None:
         """In every field. Block tables may be wider, by blocks of the request or none."""
         owner = {one.block_ids[0]: one for one in self.llm.engine.scheduler.running}
-        requests = [owner[first] for first in batch.row_block_table[:, 0].tolist()]
+        requests = [owner[first] for first in batch.block_table[:, 0].tolist()]
         positions = batch.positions.tolist()
         rows = [
             QueryRows([token], position, one.block_ids)
@@ -249,7 +249,7 @@ class Advances:
         assert batch.max_seq_len == fresh.max_seq_len
         assert len(batch.spans) == len(fresh.spans)
         seen = [position // BLOCK + 1 for position in positions]  # blocks that a row may read
-        tables = [(batch.row_block_table, fresh.row_block_table, slice(0, len(rows)))]
+        tables = [(batch.block_table, fresh.block_table, slice(0, len(rows)))]
         for mine, other in zip(batch.spans, fresh.spans, strict=True):
             assert mine[:3] == other[:3]
             assert torch.equal(mine.positions, other.positions)

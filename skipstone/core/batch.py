@@ -37,7 +37,7 @@ class Batch:
     seq_lens: Tensor  # [R] int64, keys visible to the last row of each request
     slot_block: Tensor  # [T] int64, the block that takes each row's keys; SPARE_BLOCK for padding rows
     slot_offset: Tensor  # [T] int64, the row's place in that block
-    row_block_table: Tensor  # [T, max_blocks] int64, the block table of each row's request
+    block_table: Tensor  # [R, max_blocks] int64
     logits_indices: Tensor  # [L] int64
     spans: list[Span]
     max_seq_len: int
@@ -48,7 +48,7 @@ class Batch:
         The block tables must reach that far. Equals a batch that is built from scratch.
         """
         positions = self.positions + 1
-        block = self.row_block_table.gather(1, (positions // block_size)[:, None])[:, 0]
+        block = self.block_table.gather(1, (positions // block_size)[:, None])[:, 0]
         spans = [span._replace(positions=span.positions + 1) for span in self.spans]
         return replace(
             self,

@@ -43,18 +43,16 @@ def build_batch(rows: list[QueryRows], block_size: int, lookahead: int = 0, see_
     slot_block = table[request, positions // block_size]
     slot_block = np.where(slot_block == ZERO_BLOCK, SPARE_BLOCK, slot_block)
     seen = (seq_lens - 1).repeat(lengths) if see_ahead else positions
-    arrays = (input_ids, positions, seq_lens, slot_block, positions % block_size, request, seen, table)
-    on_device = _tensors(arrays)
-    device_table = on_device[7]
+    on_device = _tensors((input_ids, positions, seq_lens, slot_block, positions % block_size, seen, table))
     return Batch(
         input_ids=on_device[0],
         positions=on_device[1],
         seq_lens=on_device[2],
         slot_block=on_device[3],
         slot_offset=on_device[4],
-        row_block_table=device_table[on_device[5]],  # the one large tensor: made there, not copied
+        block_table=on_device[6],
         logits_indices=torch.zeros(0, dtype=torch.int64),
-        spans=_spans(lengths, seq_lens + lookahead, on_device[6], device_table, block_size),
+        spans=_spans(lengths, seq_lens + lookahead, on_device[5], on_device[6], block_size),
         max_seq_len=max_seq_len,
     )
 

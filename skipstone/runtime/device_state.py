@@ -122,7 +122,7 @@ def decode_batch(ops: Ops, token_ids: Tensor, start: Tensor, limit: Tensor, tabl
         seq_lens=rows.seq_lens,
         slot_block=rows.slot_block,
         slot_offset=rows.slot_offset,
-        row_block_table=table,  # read by `advanced` only, whose requests have one row
+        block_table=table,
         logits_indices=rows.positions,  # unused: every row has logits
         spans=[Span(slice(0, requests), slice(0, count), n, rows.seen, table)],
         max_seq_len=table.shape[1] * block_size,

@@ -21,7 +21,7 @@ from skipstone.kernels.reference import gemm as reference
 
 MOST_ROWS, MOST_ROWS_WIDE = 4, 16  # above, BLAS is as fast; it loses more by repacking when a weight is large
 WIDE_BYTES = 1 << 20
-NARROW = 32  # columns; BLAS adds such products in an order of their own
+NARROW = 32  # columns; BLAS has an order of its own for these, so any number of rows is ours
 LONGEST_SEGMENT = 512
 TRIED_COLUMNS = 64
 
@@ -149,12 +149,12 @@ def linear(x: Tensor, weight: Tensor, exact: bool) -> Tensor:
     """See the plain-torch twin, which also does what is not float32."""
     if weight.dtype == torch.float32 and x.dtype == torch.float32 and weight.is_contiguous():
         k, n = weight.shape
-        segment = blas_segment(k, n, torch.get_num_threads())
-        few = MOST_ROWS if weight.nbytes < WIDE_BYTES else MOST_ROWS_WIDE
-        if segment is not None and x.shape[0] <= few:
-            return product(x.contiguous(), weight, segment)
-        if segment is None and n <= NARROW:
+        if n <= NARROW:
             return product(x.contiguous(), weight, k)
+        few = MOST_ROWS if weight.nbytes < WIDE_BYTES else MOST_ROWS_WIDE
+        segment = blas_segment(k, n, torch.get_num_threads()) if x.shape[0] <= few else None
+        if segment is not None:
+            return product(x.contiguous(), weight, segment)
     return reference.linear(x, weight, exact)
 
 
