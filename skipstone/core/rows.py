@@ -23,7 +23,49 @@ class QueryRows(NamedTuple):
     block_ids: list[int]
 
 
+class HostBatch(NamedTuple):
+    """A batch whose integers are still on the host, as int64 arrays; the names and shapes of those that become tensors
+    are Batch's."""
+
+    lengths: np.ndarray  # [R] rows of each request
+    reach: np.ndarray  # [R] how far its block table goes, in tokens
+    seq_lens: np.ndarray
+    input_ids: np.ndarray
+    positions: np.ndarray
+    slot_block: np.ndarray
+    slot_offset: np.ndarray
+    seen: np.ndarray  # [T] the last position that each row sees
+    block_table: np.ndarray
+    logits_indices: np.ndarray
+
+    def last_rows(self, counts: np.ndarray) -> tuple[np.ndarray, HostBatch]:
+        """The last `counts` [R] rows of each request: which of the T rows they are, and the batch of them alone.
+
+        Requests that keep none are left out. No row has logits.
+        """
+        (chosen,) = counts.nonzero()
+        ends = self.lengths.cumsum()
+        rows = np.concatenate([np.arange(ends[i] - counts[i], ends[i]) for i in chosen])
+        return rows, HostBatch(
+            lengths=counts[chosen],
+            reach=self.reach[chosen],
+            seq_lens=self.seq_lens[chosen],
+            input_ids=self.input_ids[rows],
+            positions=self.positions[rows],
+            slot_block=self.slot_block[rows],
+            slot_offset=self.slot_offset[rows],
+            seen=self.seen[rows],
+            block_table=self.block_table[chosen],
+            logits_indices=rows[:0],
+        )
+
+
 def build_batch(rows: list[QueryRows], block_size: int, lookahead: int = 0, see_ahead: bool = False) -> Batch:
+    """The batch of these rows; see `host_batch`."""
+    return to_device([host_batch(rows, block_size, lookahead, see_ahead)], block_size)[0][0]
+
+
+def host_batch(rows: list[QueryRows], block_size: int, lookahead: int = 0, see_ahead: bool = False) -> HostBatch:
     """The batch of these rows; requests with equally many rows should stand next to each other.
 
     The block tables reach `lookahead` tokens past the last row, for `Batch.advanced`. With `see_ahead` every row sees
@@ -34,26 +76,40 @@ def build_batch(rows: list[QueryRows], block_size: int, lookahead: int = 0, see_
     seq_lens = np.array([item.start + len(item.token_ids) for item in rows])
     input_ids = np.concatenate([np.array(item.token_ids, dtype=np.int64) for item in rows])
     positions = np.concatenate([np.arange(item.start, item.start + len(item.token_ids)) for item in rows])
-    max_seq_len = int(seq_lens.max())
-    table = np.full((len(rows), -(-(max_seq_len + lookahead) // block_size)), ZERO_BLOCK, dtype=np.int64)
+    reach = seq_lens + lookahead
+    table = np.full((len(rows), -(-int(reach.max()) // block_size)), ZERO_BLOCK, dtype=np.int64)
     for i, item in enumerate(rows):
-        blocks = item.block_ids[: -(-(int(seq_lens[i]) + lookahead) // block_size)]
+        blocks = item.block_ids[: -(-int(reach[i]) // block_size)]
         table[i, : len(blocks)] = blocks
     request = np.arange(len(rows)).repeat(lengths)  # [T]
     slot_block = table[request, positions // block_size]
     slot_block = np.where(slot_block == ZERO_BLOCK, SPARE_BLOCK, slot_block)
     seen = (seq_lens - 1).repeat(lengths) if see_ahead else positions
-    on_device = _tensors((input_ids, positions, seq_lens, slot_block, positions % block_size, seen, table))
+    of_row = (input_ids, positions, slot_block, positions % block_size, seen)
+    return HostBatch(lengths, reach, seq_lens, *of_row, table, lengths[:0])
+
+
+def to_device(
+    batches: Sequence[HostBatch], block_size: int, others: Sequence[np.ndarray] = ()
+) -> tuple[list[Batch], list[Tensor]]:
+    """Batches, and other arrays of int64, on the device that tensors are made on. One copy moves all of them."""
+    tensors = iter(_tensors([*(array for batch in batches for array in batch[2:]), *others]))
+    made = [_batch(host, [next(tensors) for _ in host[2:]], block_size) for host in batches]
+    return made, list(tensors)
+
+
+def _batch(host: HostBatch, tensors: list[Tensor], block_size: int) -> Batch:
+    seq_lens, input_ids, positions, slot_block, slot_offset, seen, table, logits_indices = tensors
     return Batch(
-        input_ids=on_device[0],
-        positions=on_device[1],
-        seq_lens=on_device[2],
-        slot_block=on_device[3],
-        slot_offset=on_device[4],
-        block_table=on_device[6],
-        logits_indices=torch.zeros(0, dtype=torch.int64),
-        spans=_spans(lengths, seq_lens + lookahead, on_device[5], on_device[6], block_size),
-        max_seq_len=max_seq_len,
+        input_ids=input_ids,
+        positions=positions,
+        seq_lens=seq_lens,
+        slot_block=slot_block,
+        slot_offset=slot_offset,
+        block_table=table,
+        logits_indices=logits_indices,
+        spans=_spans(host.lengths, host.reach, seen, table, block_size),
+        max_seq_len=int(host.seq_lens.max()),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +25,13 @@ class SampledRow(NamedTuple):
         return len(self.request.token_ids) + len(self.further)
 
 
+def _moved(values: Sequence[float] | np.ndarray | Tensor, dtype: torch.dtype) -> Tensor:
+    """`values` on the device that tensors are made on, by a copy that does not wait for what runs there."""
+    host = torch.as_tensor(values, dtype=dtype, device="cpu")
+    device = torch.get_default_device()
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+
+
 def sampling_rows(rows: list[SampledRow]) -> SamplingRows:
     """Every row sees its own tokens only, so that verified rows and draft rows choose by the same rules."""
     requests = [row.request for row in rows]
@@ -32,12 +40,12 @@ def sampling_rows(rows: list[SampledRow]) -> SamplingRows:
     top_p = [p.top_p for p in params]
     min_p = [p.min_p for p in params]
     return SamplingRows(
-        seed=torch.tensor([request.seed for request in requests], dtype=torch.int64),
-        position=torch.tensor([row.position for row in rows], dtype=torch.int64),
-        temperature=torch.tensor([0.0 if p.greedy else p.temperature for p in params], dtype=torch.float32),
-        top_k=torch.tensor(top_k, dtype=torch.int64).clamp_(min=0) if any(k > 0 for k in top_k) else None,
-        top_p=torch.tensor(top_p, dtype=torch.float32) if any(p < 1 for p in top_p) else None,
-        min_p=torch.tensor(min_p, dtype=torch.float32) if any(p > 0 for p in min_p) else None,
+        seed=_moved([request.seed for request in requests], torch.int64),
+        position=_moved([row.position for row in rows], torch.int64),
+        temperature=_moved([0.0 if p.greedy else p.temperature for p in params], torch.float32),
+        top_k=_moved(top_k, torch.int64).clamp_(min=0) if any(k > 0 for k in top_k) else None,
+        top_p=_moved(top_p, torch.float32) if any(p < 1 for p in top_p) else None,
+        min_p=_moved(min_p, torch.float32) if any(p > 0 for p in min_p) else None,
         penalties=_penalties(rows),
         bias=_bias(rows),
         all_greedy=all(p.greedy for p in params),
@@ -52,7 +60,7 @@ def _allowed(rows: list[SampledRow]) -> Tensor | None:
     if vocab_size is None:
         return None
     anything = torch.ones(vocab_size, dtype=torch.bool, device="cpu")
-    return torch.as_tensor(torch.stack([anything if mask is None else mask for mask in masks]))
+    return _moved(torch.stack([anything if mask is None else mask for mask in masks]), torch.bool)
 
 
 def _mask(row: SampledRow) -> Tensor | None:
@@ -82,13 +90,13 @@ def _penalties(rows: list[SampledRow]) -> Penalties | None:
         return None
     index, repetition, presence, frequency = zip(*chosen, strict=True)
     return Penalties(
-        torch.tensor(index),
-        torch.tensor(repetition, dtype=torch.float32),
-        torch.tensor(presence, dtype=torch.float32),
-        torch.tensor(frequency, dtype=torch.float32),
-        torch.as_tensor(np.concatenate(history_row)),
-        torch.as_tensor(np.concatenate(history_token)),
-        torch.as_tensor(np.concatenate(history_is_output)),
+        _moved(index, torch.int64),
+        _moved(repetition, torch.float32),
+        _moved(presence, torch.float32),
+        _moved(frequency, torch.float32),
+        _moved(np.concatenate(history_row), torch.int64),
+        _moved(np.concatenate(history_token), torch.int64),
+        _moved(np.concatenate(history_is_output), torch.bool),
     )
 
 
@@ -103,4 +111,4 @@ def _bias(rows: list[SampledRow]) -> TokenValues | None:
     if not entries:
         return None
     index, tokens, values = zip(*entries, strict=True)
-    return TokenValues(torch.tensor(index), torch.tensor(tokens), torch.tensor(values, dtype=torch.float32))
+    return TokenValues(_moved(index, torch.int64), _moved(tokens, torch.int64), _moved(values, torch.float32))

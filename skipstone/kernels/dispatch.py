@@ -30,6 +30,12 @@ def choose_device(device: str) -> torch.device:
     return torch.device(device)
 
 
+def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """The dtype that "auto", "float32" or "bfloat16" means on a device."""
+    small = dtype == "bfloat16" or (dtype == "auto" and device.type != "cpu")
+    return torch.bfloat16 if small else torch.float32
+
+
 def triton_refusal(device: torch.device) -> str | None:
     """Why Triton's kernels cannot run on this device; None: they can."""
     if importlib.util.find_spec("triton") is None:

@@ -109,7 +109,7 @@ def _persistent_down_kernel(
     """As `_persistent_up_kernel`."""
     n_tiles: tl.constexpr = N // BLOCK_N
     row_tiles = tl.load(tile_ptr)
-    for tile in tl.range(tl.program_id(0), row_tiles * n_tiles, tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0), row_tiles * n_tiles, tl.num_programs(0), flatten=True):
         row_tile, column = place_of(tile, row_tiles, n_tiles, GROUP)
         expert = tl.load(tile_ptr + 1 + row_tile)
         first = tl.load(tile_ptr + 1 + most + row_tile)

@@ -127,15 +127,11 @@ def attend(
     slots = 1 + (splits - 1) * share if splits > 1 else 0
     part_out = torch.empty(rows, kv_heads, slots, group, width, dtype=torch.float32, device=q.device)
     part_max, part_sum = torch.empty(2, rows, kv_heads, slots, group, dtype=torch.float32, device=q.device)
-    union = (
-        union_of_rows(indices, unit, span, rows_each, k_cache.shape[2], False)
-        if rows_each > 1
-        else Union(*[indices] * 5)
-    )
+    union = union_of_rows(indices, unit, span, rows_each, k_cache.shape[2]) if rows_each > 1 else Union(*[indices] * 4)
     early = early_launch()
     common = {"GROUP": group, "WIDTH": width, "EARLY": bool(early), "enable_fp_fusion": False, **early}
     _attend_kernel[grid](
-        q, k_cache, v_cache, out, indices, *union[:4], span.positions.contiguous(), span.block_table,
+        q, k_cache, v_cache, out, indices, *union, span.positions.contiguous(), span.block_table,
         part_out, part_max, part_sum, q.stride(0), n, span.block_table.stride(0), scale * LOG2_E, KV_HEADS=kv_heads,
         GROUP_PAD=padded, BUDGET=budget, BUDGET_PAD=triton.next_power_of_2(budget), SHARE=share,
         SHARE_PAD=triton.next_power_of_2(share), UNIT=unit, BLOCK_SIZE=k_cache.shape[2], ROWS=rows_each,
@@ -244,7 +240,7 @@ def _attend_kernel(
             part_max, part_sum, part = add_pair(q, k, v, second_v, limit, key, scale, ONES)
         else:
             part_max, part_sum, part = add_tile(
-                q, k, v, part_max, part_sum, part, limit, key, scale, i % TILES == 0, ONES
+                q, k, v, part_max, part_sum, part, limit, key, scale, i % TILES == 0, True, ONES
             )
         if i % TILES == TILES - 1:
             if SHARE == 1 and BUDGET > 1:

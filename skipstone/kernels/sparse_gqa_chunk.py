@@ -1,8 +1,8 @@
 """Exact attention over selected blocks for chunks of a prompt, with tiles that the copy engine loads.
 
 For NVIDIA GPUs that load through tensor descriptors. A program takes a tile of neighbouring rows and walks the union of
-their blocks in ascending order; the blocks that lie before the first of the rows, all but the last one or two, need no
-care for keys that are not there. The numbers are those of `sparse_gqa`, block by block.
+their blocks in ascending order. Blocks that lie before the first of the rows, all but the last one or two, need no mask
+of keys: a row that did not select one drops its part. The numbers are those of `sparse_gqa`, block by block.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -55,10 +55,10 @@ def attend_chunk(
     group, width = q.shape[1] // kv_heads, q.shape[2]
     q = whole_rows(q)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    union = union_of_rows(indices, unit, span, tiles.rows, k_cache.shape[2], False)
+    union = union_of_rows(indices, unit, span, tiles.rows, k_cache.shape[2])
     keys, values = (TensorDescriptor.from_tensor(c.view(-1, width), [tiles.keys, width]) for c in (k_cache, v_cache))
     _chunk_kernel[(triton.cdiv(n, tiles.rows), requests * kv_heads)](
-        q, k_cache, v_cache, keys, values, out, *union[:4], span.positions.contiguous(), q.stride(0), n,
+        q, k_cache, v_cache, keys, values, out, *union, span.positions.contiguous(), q.stride(0), n,
         scale * LOG2_E, KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=triton.next_power_of_2(group), WIDTH=width,
         BUDGET_PAD=triton.next_power_of_2(budget), UNIT=unit, BLOCK_SIZE=k_cache.shape[2], ROWS=tiles.rows,
         HEADS=tiles.heads, KEYS=tiles.keys, ONES=tiles.ones, num_warps=tiles.warps, num_stages=tiles.stages,
@@ -139,12 +139,13 @@ def _chunk_kernel(
         k = k_rows.load([place, 0])
         v = v_rows.load([place, 0])
         selects = (chosen_by >> member & 1) != 0
-        limit = tl.where(selects, KEYS, -1)
         following = entries + (i + 1) // TILES
         block = tl.load(block_ptr + following, mask=(i + 1) // TILES < count, other=0)
         page = tl.load(page_ptr + following, mask=(i + 1) // TILES < count, other=0)
         chosen_by = tl.load(rows_ptr + following, mask=(i + 1) // TILES < count, other=0)
-        part_max, part_sum, part = add_tile(q, k, v, part_max, part_sum, part, limit, key, scale, i % TILES == 0, ONES)
+        part_max, part_sum, part = add_tile(
+            q, k, v, part_max, part_sum, part, position, key, scale, i % TILES == 0, False, ONES
+        )
         if i % TILES == TILES - 1:
             top, total, acc = _take(selects, top, total, acc, part_max, part_sum, part)
     for i in tl.range(whole, count, num_stages=1):
@@ -159,8 +160,10 @@ def _chunk_kernel(
             seen = tl.minimum(start + key, tl.maximum(last_position - first, 0))
             k = tl.load(k_ptr + place + ((start + key)[:, None] * WIDTH + d))
             v = tl.load(v_ptr + place + (seen[:, None] * WIDTH + d))
-            limit = tl.where(selects, position - first - start, -1)
-            part_max, part_sum, part = add_tile(q, k, v, part_max, part_sum, part, limit, key, scale, t == 0, ONES)
+            limit = position - first - start
+            part_max, part_sum, part = add_tile(
+                q, k, v, part_max, part_sum, part, limit, key, scale, t == 0, True, ONES
+            )
         top, total, acc = _take(selects, top, total, acc, part_max, part_sum, part)
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     out_place = (row * KV_HEADS + kv_head) * GROUP + m % GROUP_PAD

@@ -32,10 +32,14 @@ def add_up(weights, ONES: tl.constexpr):
 
 
 @triton.jit
-def add_tile(q, k, v, top, total, acc, limit, key, scale, fresh, ONES: tl.constexpr):
-    """Add one tile of keys to the partial result of its block; with `fresh` it is the block's first."""
+def add_tile(q, k, v, top, total, acc, limit, key, scale, fresh, MASKED: tl.constexpr, ONES: tl.constexpr):
+    """Add one tile of keys to the partial result of its block; with `fresh` it is the block's first.
+
+    Keys past `limit` are hidden if MASKED.
+    """
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-    scores = tl.where(key[None, :] <= limit[:, None], scores, float("-inf"))
+    if MASKED:
+        scores = tl.where(key[None, :] <= limit[:, None], scores, float("-inf"))
     new_top = tl.max(scores, axis=1) * scale
     new_top = tl.where(fresh, new_top, tl.maximum(top, new_top))
     weights = weigh(scores, new_top, scale).to(v.dtype)

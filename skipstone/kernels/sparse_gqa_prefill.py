@@ -1,7 +1,8 @@
 """Grouped-query attention over selected blocks for chunks of a prompt, where bits may depend on neighbouring rows.
 
-A program takes a tile of neighbouring rows and walks the union of the blocks they selected; blocks that all of its
-rows selected need no mask and come first, so that most of the work is plain matrix products.
+A program takes a tile of neighbouring rows and walks the union of the blocks they selected in ascending order. Blocks
+that lie before the first of its rows, all but the last one or two, need no mask of keys: a row that did not select one
+subtracts so much from its scores that no weight is left.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from skipstone.core.batch import Span
+from skipstone.kernels.partial_sums import LOWEST
 from skipstone.kernels.sparse_gqa_blocks import BlockConfig, attend_by_blocks, block_config
 from skipstone.kernels.sparse_gqa_union import LOG2_E, most_rows, union_of_rows, whole_rows
 
@@ -78,7 +80,7 @@ def prefill(
         limit = block_limit(tiles.rows, budget, unit, span.block_table.shape[1] * k_cache.shape[2])
     q = whole_rows(q)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    union = union_of_rows(indices, unit, span, tiles.rows, k_cache.shape[2], True)
+    union = union_of_rows(indices, unit, span, tiles.rows, k_cache.shape[2])
     keys, values = k_cache, v_cache
     if tiles.descriptors:
         keys, values = (TensorDescriptor.from_tensor(c.view(-1, width), [tiles.keys, width]) for c in (keys, values))
@@ -96,15 +98,15 @@ def prefill(
 
 
 @triton.jit
-def _attend_tile(q, k, v, top, total, acc, scale, limit, key, MASKED: tl.constexpr):
-    """Add one tile of keys to the running softmax of each row; keys past `limit` are hidden if MASKED."""
+def _attend_tile(q, k, v, top, total, acc, scale, chooses, limit, key, MASKED: tl.constexpr):
+    """Add a tile of keys to the running softmax of the rows that chose it; keys past `limit` are hidden if MASKED."""
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     if MASKED:
         scores = tl.where(key[None, :] <= limit[:, None], scores, float("-inf"))
-    new_top = tl.maximum(top, tl.max(scores, axis=1) * scale)
-    base = tl.where(new_top == float("-inf"), 0.0, new_top) if MASKED else new_top
+    new_top = tl.where(chooses, tl.maximum(top, tl.max(scores, axis=1) * scale), top)
+    base = tl.where(chooses, new_top, -LOWEST)
     weights = tl.exp2(scores * scale - base[:, None])
-    old = tl.exp2(top - base)
+    old = tl.exp2(top - new_top)
     total = total * old + tl.sum(weights, axis=1)
     acc = tl.dot(weights.to(v.dtype), v, acc * old[:, None], input_precision="ieee")
     return new_top, total, acc
@@ -122,7 +124,6 @@ def _prefill_kernel(
     page_ptr,
     rows_ptr,
     count_ptr,
-    full_ptr,
     positions_ptr,  # [R, n]
     q_stride,
     n,
@@ -165,17 +166,21 @@ def _prefill_kernel(
     q = tl.load(q_ptr + q_place[:, None] + d, mask=real[:, None], other=0.0)
     position = tl.load(positions_ptr + row, mask=real, other=-1).to(tl.int32)
     last_position = tl.max(position)
+    first_position = tl.min(tl.where(position >= 0, position, 2147483647))
     entries = tile * (ROWS * BUDGET_PAD)
-    full = tl.load(full_ptr + tile) * TILES
+    entry = tl.arange(0, ROWS * BUDGET_PAD)
+    listed = tl.load(block_ptr + entries + entry, mask=entry < size, other=0)
+    whole = tl.sum(((entry < size) & (listed * UNIT + UNIT - 1 <= first_position)).to(tl.int32)) * TILES
     count = size * TILES
 
-    top = tl.full([HEADS], float("-inf"), tl.float32)
+    top = tl.full([HEADS], LOWEST, tl.float32)
     total = tl.zeros([HEADS], tl.float32)
     acc = tl.zeros([HEADS, WIDTH], tl.float32)
     at = key[:, None] * WIDTH + d
     block = tl.load(block_ptr + entries, mask=count > 0, other=0)
     page = tl.load(page_ptr + entries, mask=count > 0, other=0).to(tl.int64)
-    for i in range(full):
+    rows = tl.load(rows_ptr + entries, mask=count > 0, other=0)
+    for i in range(whole):
         start = (block * UNIT + i % TILES * KEYS) % BLOCK_SIZE
         place = (page * KV_HEADS + kv_head) * BLOCK_SIZE + start
         if DESCRIPTORS:
@@ -184,21 +189,22 @@ def _prefill_kernel(
         else:
             k = tl.load(k_ptr + place * WIDTH + at)
             v = tl.load(v_ptr + place * WIDTH + at)
-        following = entries + (i + 1) // TILES
-        block = tl.load(block_ptr + following, mask=i + 1 < count, other=0)
-        page = tl.load(page_ptr + following, mask=i + 1 < count, other=0).to(tl.int64)
-        top, total, acc = _attend_tile(q, k, v, top, total, acc, scale, position, key, False)
-    rows = tl.load(rows_ptr + entries + full // TILES, mask=full < count, other=0)
-    for i in range(full, count):
-        start = block * UNIT + i % TILES * KEYS
-        place = ((page * KV_HEADS + kv_head) * BLOCK_SIZE + start % BLOCK_SIZE) * WIDTH
-        k = tl.load(k_ptr + place + at)
-        v = tl.load(v_ptr + place + at, mask=key[:, None] <= last_position - start, other=0.0)
-        limit = tl.where((rows >> member & 1) != 0, position - start, -1)
+        chooses = (rows >> member & 1) != 0
         following = entries + (i + 1) // TILES
         block = tl.load(block_ptr + following, mask=i + 1 < count, other=0)
         page = tl.load(page_ptr + following, mask=i + 1 < count, other=0).to(tl.int64)
         rows = tl.load(rows_ptr + following, mask=i + 1 < count, other=0)
-        top, total, acc = _attend_tile(q, k, v, top, total, acc, scale, limit, key, True)
+        top, total, acc = _attend_tile(q, k, v, top, total, acc, scale, chooses, position, key, False)
+    for i in range(whole, count):
+        start = block * UNIT + i % TILES * KEYS
+        place = ((page * KV_HEADS + kv_head) * BLOCK_SIZE + start % BLOCK_SIZE) * WIDTH
+        k = tl.load(k_ptr + place + at)
+        v = tl.load(v_ptr + place + at, mask=key[:, None] <= last_position - start, other=0.0)
+        chooses = (rows >> member & 1) != 0
+        following = entries + (i + 1) // TILES
+        block = tl.load(block_ptr + following, mask=i + 1 < count, other=0)
+        page = tl.load(page_ptr + following, mask=i + 1 < count, other=0).to(tl.int64)
+        rows = tl.load(rows_ptr + following, mask=i + 1 < count, other=0)
+        top, total, acc = _attend_tile(q, k, v, top, total, acc, scale, chooses, position - start, key, True)
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(out_ptr + head_place[:, None] * WIDTH + d, acc.to(out_ptr.dtype.element_ty), mask=real[:, None])

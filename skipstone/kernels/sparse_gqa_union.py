@@ -33,19 +33,15 @@ def whole_rows(q: Tensor) -> Tensor:
 
 
 class Union(NamedTuple):
-    """For each tile of rows and KV head, the blocks that any of its rows selected, ascending: all int32.
-
-    With `full_first` the blocks that every row of the tile selected and sees to their last key come first.
-    """
+    """For each tile of rows and KV head, the blocks that any of its rows selected, ascending: all int32."""
 
     block: Tensor  # [R, row tiles, G, rows * S rounded up]
     page: Tensor  # as block: the cache block that holds it
     rows: Tensor  # as block: bit i is set if row i of the tile selected it
     size: Tensor  # [R, row tiles, G]
-    full: Tensor  # [R, row tiles, G]: how many come first because every row needs all of them
 
 
-def union_of_rows(indices: Tensor, unit: int, span: Span, rows_each: int, block_size: int, full_first: bool) -> Union:
+def union_of_rows(indices: Tensor, unit: int, span: Span, rows_each: int, block_size: int) -> Union:
     """Unions over tiles of `rows_each` (a power of two) rows of a request. indices [T, G, S]: see Selection.
 
     Padding rows select nothing. Entries past the count hold anything.
@@ -55,8 +51,8 @@ def union_of_rows(indices: Tensor, unit: int, span: Span, rows_each: int, block_
     row_tiles = triton.cdiv(n, rows_each)
     padded = triton.next_power_of_2(budget)
     lists = torch.empty(3, requests, row_tiles, kv_heads, rows_each * padded, dtype=torch.int32, device=indices.device)
-    counts = torch.empty(2, requests, row_tiles, kv_heads, dtype=torch.int32, device=indices.device)
-    union = Union(lists[0], lists[1], lists[2], counts[0], counts[1])
+    counts = torch.empty(requests, row_tiles, kv_heads, dtype=torch.int32, device=indices.device)
+    union = Union(lists[0], lists[1], lists[2], counts)
     early = early_launch()
     _union_kernel[(requests * row_tiles * kv_heads,)](
         indices,
@@ -71,7 +67,6 @@ def union_of_rows(indices: Tensor, unit: int, span: Span, rows_each: int, block_
         ROWS=rows_each,
         UNIT=unit,
         BLOCK_SIZE=block_size,
-        FULL_FIRST=full_first,
         EARLY=bool(early),
         num_warps=4,
         **early,
@@ -99,7 +94,6 @@ def _union_kernel(
     page_ptr,
     rows_ptr,
     count_ptr,  # [R, row tiles, G]
-    full_ptr,
     n,
     table_stride,
     KV_HEADS: tl.constexpr,
@@ -108,7 +102,6 @@ def _union_kernel(
     ROWS: tl.constexpr,
     UNIT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    FULL_FIRST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     if EARLY:
@@ -126,12 +119,6 @@ def _union_kernel(
         indices_ptr, positions_ptr, request, row_tile, kv_head, n, entry, KV_HEADS, BUDGET, BUDGET_PAD, ROWS
     )
     earlier = entry // BUDGET_PAD
-    at = row_tile * ROWS + tl.arange(0, ROWS)
-    position = tl.load(positions_ptr + request * n + at, mask=at < n, other=-1).to(tl.int32)
-    everyone = tl.sum(tl.where(position >= 0, 1 << tl.arange(0, ROWS), 0))
-    shortest = tl.min(tl.where(position >= 0, position, 2147483647))
-    whole = mine * UNIT + UNIT - 1 <= shortest
-
     rows = tl.zeros([ENTRIES], tl.int32)
     repeats = tl.zeros([ENTRIES], tl.int32)
     for r in range(ROWS):
@@ -143,7 +130,6 @@ def _union_kernel(
         rows += has << r
         repeats += tl.where(earlier > r, has, 0)
     first = (repeats == 0) & (mine >= 0)
-    full = first & whole & (rows == everyone)
     rank = tl.zeros([ENTRIES], tl.int32)
     # An entry's place: how many blocks, each counted at its first row, come before it.
     for r in range(ROWS):
@@ -154,9 +140,6 @@ def _union_kernel(
         same = mine[:, None] == other[None, :]
         counted = (tl.sum((same & (earlier < r)[:, None]).to(tl.int32), axis=0) == 0) & (other >= 0)
         before = other[None, :] < mine[:, None]
-        if FULL_FIRST:
-            other_full = tl.sum((same & full[:, None]).to(tl.int32), axis=0) != 0
-            before = tl.where(full[:, None] == other_full[None, :], before, other_full[None, :])
         rank += tl.sum((before & counted[None, :]).to(tl.int32), axis=1)
     page = tl.load(table_ptr + request * table_stride + mine // (BLOCK_SIZE // UNIT), mask=first, other=0).to(tl.int32)
     to = pid.to(tl.int64) * ENTRIES + rank
@@ -164,4 +147,3 @@ def _union_kernel(
     tl.store(page_ptr + to, page, mask=first)
     tl.store(rows_ptr + to, rows, mask=first)
     tl.store(count_ptr + pid, tl.sum(first.to(tl.int32)))
-    tl.store(full_ptr + pid, tl.sum(full.to(tl.int32)))

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from skipstone.core.batch import Batch
 from skipstone.core.plan import ScheduledRequest, StepPlan
-from skipstone.core.rows import QueryRows, build_batch
+from skipstone.core.rows import QueryRows, host_batch, to_device
 
 
 class LogitRow(NamedTuple):
@@ -42,35 +41,31 @@ class StepRows(NamedTuple):
 def build_rows(plan: StepPlan, block_size: int, every_row: bool = True) -> StepRows:
     """Inputs of the forward pass for the plan's rows. Without `every_row`, only rows with logits need final states."""
     items = plan.scheduled
-    batch = build_batch([QueryRows(_input_ids(i), i.start, i.request.block_ids) for i in items], block_size)
-    starts = [0]
-    for item in items:
-        starts.append(starts[-1] + item.query_len)
+    whole = host_batch([QueryRows(_input_ids(i), i.start, i.request.block_ids) for i in items], block_size)
+    starts = [0, *whole.lengths.cumsum().tolist()]
     sampled, prompt = _logit_rows(items, starts)
-    indices = torch.tensor([row.row for row in (*sampled, *prompt)], dtype=torch.int64)
-    kept = None if every_row else _kept_rows(items, starts, [*sampled, *prompt], block_size)
-    return StepRows(replace(batch, logits_indices=indices), starts, sampled, prompt, kept)
+    wanted = np.array([row.row for row in (*sampled, *prompt)], dtype=np.int64)
+    whole = whole._replace(logits_indices=wanted)
+    counts = None if every_row else _kept_counts([*sampled, *prompt], starts)
+    if counts is None:
+        ((batch,), _) = to_device([whole], block_size)
+        return StepRows(batch, starts, sampled, prompt)
+    rows, part = whole.last_rows(counts)
+    part = part._replace(logits_indices=rows.searchsorted(wanted))
+    (batch, kept), (kept_rows,) = to_device([whole, part], block_size, [rows])
+    return StepRows(batch, starts, sampled, prompt, KeptRows(kept_rows, kept))
 
 
-def _kept_rows(
-    items: list[ScheduledRequest], starts: list[int], wanted: list[LogitRow], block_size: int
-) -> KeptRows | None:
-    """None where that would not halve the rows. If none is wanted one is kept, so that no tensor is empty."""
-    firsts = {} if wanted else {len(items) - 1: starts[-1] - 1}
+def _kept_counts(wanted: list[LogitRow], starts: list[int]) -> np.ndarray | None:
+    """How many last rows of each item are kept; None where that would not halve the rows.
+
+    If none is wanted one is kept, so that no tensor is empty.
+    """
+    counts = np.zeros(len(starts) - 1, dtype=np.int64)
+    counts[-1] = not wanted
     for row in wanted:
-        firsts[row.item] = min(row.row, firsts.get(row.item, row.row))
-    if 2 * sum(starts[i + 1] - first for i, first in firsts.items()) > starts[-1]:
-        return None
-    rows: list[int] = []
-    queries = []
-    for i, first in sorted(firsts.items()):
-        rows += range(first, starts[i + 1])
-        offset, item = first - starts[i], items[i]
-        queries.append(QueryRows(_input_ids(item)[offset:], item.start + offset, item.request.block_ids))
-    places = {row: place for place, row in enumerate(rows)}
-    indices = torch.tensor([places[row.row] for row in wanted], dtype=torch.int64)
-    batch = replace(build_batch(queries, block_size), logits_indices=indices)
-    return KeptRows(torch.tensor(rows, dtype=torch.int64), batch)
+        counts[row.item] = max(counts[row.item], starts[row.item + 1] - row.row)
+    return counts if 2 * counts.sum() <= starts[-1] else None
 
 
 def _input_ids(item: ScheduledRequest) -> list[int]:

@@ -12,7 +12,7 @@ from skipstone.core.kv_cache import CacheMemory
 from skipstone.core.observer import Observer
 from skipstone.core.request import FinishReason, Request
 from skipstone.errors import ConfigError, RequestError
-from skipstone.kernels.dispatch import choose_device, choose_ops
+from skipstone.kernels.dispatch import choose_device, choose_dtype, choose_ops
 from skipstone.models.base import CausalLM, ModelConfig
 from skipstone.models.loader import Build, ModelInfo, build_model, with_index_keys
 from skipstone.runtime.block_pool import BlockPool
@@ -35,11 +35,6 @@ class EngineStats:
     seconds: float = 0.0
 
 
-def runs_on_gpu(config: EngineConfig) -> bool:
-    """Whether an engine of this configuration would run on a GPU. Raises ConfigError as `choose_device`."""
-    return choose_device(config.device).type != "cpu"
-
-
 class Engine:
     """Runs requests over one model until they end. Not thread-safe: one caller steps it."""
 
@@ -47,8 +42,7 @@ class Engine:
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
         self.device = choose_device(config.device)
-        small = config.dtype == "bfloat16" or (config.dtype == "auto" and self.device.type != "cpu")
-        self.dtype = torch.bfloat16 if small else torch.float32
+        self.dtype = choose_dtype(config.dtype, self.device)
         self.kernels = choose_ops(self.device, config.kernels, config.exact, self.dtype)
         info = with_index_keys(info, config.index_keys)
         positions = info.config.max_position_embeddings

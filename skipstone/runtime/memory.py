@@ -20,6 +20,7 @@ GPU_SHARE = 0.9  # of what is free on a GPU, which serves nothing else
 # No more full-length sequences than this when nothing else is asked; on a GPU than run at once, if that is more.
 DEFAULT_SEQUENCES = 16
 SMALLEST_BLOCK = 32
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,10 @@ class CachePlan:
     reason: str
 
 
-def free_memory_bytes() -> int:
-    """Memory that can be taken without swapping, from /proc/meminfo; 4 GiB where that does not exist."""
+def free_memory_bytes(device: torch.device = CPU) -> int:
+    """A GPU's free memory, or what can be taken without swapping: from /proc/meminfo, 4 GiB where there is none."""
+    if device.type != "cpu":
+        return torch.cuda.mem_get_info(device)[0]
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):

@@ -84,14 +84,17 @@ def _shown(value: object) -> str:
 
 
 def measure(engine: Engine, k: int, batch: int, prompt: int, args: argparse.Namespace, rate: float) -> dict[str, Any]:
-    """One cell. A step's time is that of `steps` steps in which every request decodes and nothing else runs."""
+    """One cell. A step's time is that of `steps` steps in which every request decodes and nothing else runs.
+
+    Prompts and steps take turns, as a GPU that reads prompts only soon reaches its power limit.
+    """
     from skipstone.tools.decode_floor import decode_floor, touched_experts
 
     _prefill(engine, batch, prompt, 0)  # compiles
     rounds = range(1, args.rounds + 1)
-    prefill = statistics.median(_prefill(engine, batch, prompt, seed) for seed in rounds)
-    steps, lengths = [], []
+    prefills, steps, lengths = [], [], []
     for seed in rounds:
+        prefills.append(_prefill(engine, batch, prompt, seed))
         _start(engine, batch, prompt, output_room(k, batch, args.steps), seed)
         _reach_decoding(engine)
         if seed == 1:
@@ -106,6 +109,7 @@ def measure(engine: Engine, k: int, batch: int, prompt: int, args: argparse.Name
             engine.abort(request)
         engine.drop_started()
     seconds, length = statistics.median(steps), statistics.median(lengths)
+    prefill = statistics.median(prefills)
     least = floor.total / rate
     return {
         "k": k,

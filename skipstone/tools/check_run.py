@@ -8,10 +8,10 @@ import msgspec
 
 from skipstone.config import EngineConfig
 from skipstone.errors import ConfigError, SkipstoneError, UnsupportedError
+from skipstone.kernels.dispatch import choose_device, choose_dtype
 from skipstone.models.loader import read_model_info
 from skipstone.models.locate import locate
 from skipstone.outputs import RequestOutput
-from skipstone.runtime.engine import runs_on_gpu
 from skipstone.serve.text import Tokenizer
 from skipstone.tools.compare import Comparer, Comparison, Difference, Reference
 from skipstone.tools.progress import Progress
@@ -94,7 +94,7 @@ def check(
     pairs = [(spec, k) for spec in specs for k in ks if k > 0]
     if not pairs:
         raise ConfigError("there is nothing to compare; --k needs a number above 0, and --proposers a proposer")
-    on_gpu = runs_on_gpu(config)
+    on_gpu = choose_device(config.device).type != "cpu"
     with Progress("checking", (len(pairs) + 1) * (1 + on_gpu) * len(jobs)) as bar:
         bar.say("k = 0")
         reference = Reference()
@@ -158,8 +158,7 @@ def _equal_texts(
 
 
 def _dtype(config: EngineConfig) -> str:
-    small = config.dtype == "bfloat16" or (config.dtype == "auto" and runs_on_gpu(config))
-    return "bfloat16" if small else "float32"
+    return str(choose_dtype(config.dtype, choose_device(config.device))).removeprefix("torch.")
 
 
 def _token_texts(config: EngineConfig, differences: Sequence[Difference]) -> dict[int, str]:

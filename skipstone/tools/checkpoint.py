@@ -14,6 +14,7 @@ import msgspec
 import torch
 
 from skipstone.core.kv_cache import CacheSpec
+from skipstone.kernels.dispatch import choose_device, choose_dtype
 from skipstone.models.base import CausalLM, DraftHead
 from skipstone.models.loader import ModelInfo, read_model_info, shard_files, with_index_keys
 from skipstone.registry import DRAFT_HEADS
@@ -101,15 +102,16 @@ class CheckpointReport(msgspec.Struct, frozen=True):
         return not (self.missing or self.unexpected or self.other_shape)
 
 
-def examine(folder: Path, dtype: str, index_keys: str = "model") -> CheckpointReport:
-    """Look into a checkpoint folder. `dtype` and `index_keys` as in EngineConfig.
+def examine(folder: Path, dtype: str, index_keys: str = "model", device: str = "auto") -> CheckpointReport:
+    """Look into a checkpoint folder. `dtype`, `index_keys` and `device` as in EngineConfig.
 
     Raises CheckpointError for absent, truncated or damaged files; ConfigError and UnsupportedError for config.json.
     """
     info = with_index_keys(read_model_info(folder), index_keys)
     files = shard_files(folder)
     tensors = [tensor for file in files for tensor in read_header(file)]
-    run_dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
+    place = choose_device(device)
+    run_dtype = choose_dtype(dtype, place)
     present = count_mtp_modules(info)
     with torch.device("meta"):
         model: CausalLM = info.model_class(info.config, run_dtype, True, 1)
@@ -117,7 +119,7 @@ def examine(folder: Path, dtype: str, index_keys: str = "model") -> CheckpointRe
     matched = _match(model, tensors)
     loaded = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     groups = _cache_groups(model, run_dtype)
-    per_token, free = sum(group.bytes_per_token for group in groups), free_memory_bytes()
+    per_token, free = sum(group.bytes_per_token for group in groups), free_memory_bytes(place)
     return CheckpointReport(
         folder=str(folder),
         architecture=info.architecture,

@@ -24,7 +24,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     folder = locate(config.model)
     from skipstone.tools.checkpoint import examine  # imports torch, which errors above should not wait for
 
-    report = examine(folder, config.dtype, config.index_keys)
+    report = examine(folder, config.dtype, config.index_keys, config.device)
     if args.json:
         print(msgspec.json.format(msgspec.json.encode(report)).decode())
     else:
@@ -115,7 +115,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 COMMAND = Command(
     summary="look into a checkpoint: sizes, layers, caches, what fits, what is missing",
     usage="MODEL [--json]",
-    options={EngineConfig: ("model", "dtype", "index_keys")},
+    options={EngineConfig: ("model", "dtype", "index_keys", "device")},
     run=run,
     add_arguments=_add_arguments,
 )
