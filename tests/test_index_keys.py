@@ -209,10 +209,10 @@ def test_bytes_of_the_release() -> None:
 
 def test_every_report_counts_them(folder: Folder) -> None:
     """Engine, start-up card and `inspect`, target and MTP module: 36 bytes in place of 128 a layer."""
-    report, plain = examine(folder("dsa"), "auto", "fp8"), examine(folder("dsa"), "auto")
+    report, plain = examine(folder("dsa"), "float32", "fp8"), examine(folder("dsa"), "float32")
     assert plain.cache_bytes_per_token - report.cache_bytes_per_token == 4 * (128 - 36)
     assert plain.mtp_cache_bytes_per_token - report.mtp_cache_bytes_per_token == 128 - 36
-    with LLM(str(folder("dsa")), index_keys="fp8") as llm:
+    with LLM(str(folder("dsa")), dtype="float32", index_keys="fp8") as llm:
         total = report.cache_bytes_per_token + report.mtp_cache_bytes_per_token
         assert llm.engine.caches.bytes_per_token == total
         card = dict(llm.card)

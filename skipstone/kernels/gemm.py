@@ -30,6 +30,7 @@ __all__ = ["bmm", "compile_options", "counters", "dot", "is_hip", "linear"]
 DECODE_ROWS = 64  # up to here a product is bound by reading the weight
 FREE_ROWS = 32  # up to here our own products are as fast as torch's (H200), and they cast x on the way
 FREE_COLUMNS = 64  # and of a weight that x must be cast for, as a router's, at any number of rows
+WHOLE = 96  # tiles of 64 columns from which on K is not cut
 COUNTERS = 1 << 16
 SPREAD = 1 << 24  # sums of segments up to which a float32 weight's segments are spread: it is narrow, its tiles few
 
@@ -47,15 +48,19 @@ class Tiles(NamedTuple):
 def decode_tiles(n: int, k: int, dtype: torch.dtype, hip: bool) -> Tiles:
     """The cut of a [K, N] weight. What decides bits (k * blocks per split) depends on n, k and dtype only.
 
-    On an H200 one split serves from 132 tiles of columns on (two programs per processor otherwise), and matrices as
+    On an H200 one split serves from 96 tiles of columns on (otherwise two programs per processor), and matrices as
     wide as a vocabulary want the larger tile. A router is small and bound by latency, so it is cut as finely as pays.
+    The fewer programs a processor has, the more stages each needs under way.
     """
     if dtype == torch.float32:
         block_n, block_k, programs, most, stages = 32, 32, 132, 32, 4
     elif n > 1 << 16 and not hip:
         block_n, block_k, programs, most, stages = 128, 128, 264, 1, 3
     else:
-        block_n, block_k, programs, most, stages = 64, 64, 264, 8, 6
+        columns = triton.cdiv(n, 64)
+        whole = columns >= WHOLE and not hip
+        stages = (8 if columns <= 132 else 6 if columns <= 264 else 4) if whole else 6
+        block_n, block_k, programs, most = 64, 64, 264, 1 if whole else 8
     tiles, blocks = triton.cdiv(n, block_n), triton.cdiv(k, block_k)
     splits = max(1, min(programs // tiles, blocks // 4, most))
     splits = triton.cdiv(blocks, triton.cdiv(blocks, splits))  # no empty segment
