@@ -62,9 +62,11 @@ class TestNumbers:
         assert report.loads and not report.missing
 
     def test_memory_is_that_of_the_engine(self, name: str, folder: Callable[[str], Path]) -> None:
-        report = examine(folder(name), "auto")
-        assert report.cache_bytes_per_token == LLM(str(folder(name)), spec="off").engine.caches.bytes_per_token
-        drafting = LLM(str(folder(name))).engine.caches.bytes_per_token  # with MTP modules when the files hold any
+        report = examine(folder(name), "float32")
+        plain, drafting = (  # with MTP modules when the files hold any
+            LLM(str(folder(name)), dtype="float32", spec=spec).engine.caches.bytes_per_token for spec in ("off", "auto")
+        )
+        assert report.cache_bytes_per_token == plain
         assert report.cache_bytes_per_token + report.mtp_cache_bytes_per_token == drafting
         assert (report.mtp_cache_bytes_per_token > 0) == (name == "dsa") == (report.mtp_modules_present > 0)
         info = read_model_info(folder(name))
@@ -80,6 +82,19 @@ class TestNumbers:
         assert all(part.part in text and f"{part.parameters:,}" in text for part in report.parts)
         assert all(group.group in text for group in report.cache_groups)
         assert text.endswith("every weight is there: this checkpoint loads")
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("cpu", "float32"), ("cuda", "bfloat16")])
+def test_memory_and_dtype_are_those_of_the_device(
+    device: str, dtype: str, folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU "auto" means bfloat16, and what is free is the GPU's."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cuda")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (12_345_678, 1 << 40))
+    report, asked = examine(folder("m3"), "auto"), examine(folder("m3"), dtype, device=device)
+    assert (report.run_dtype, report.loaded_bytes) == (dtype, asked.loaded_bytes)
+    assert (report.free_bytes == 12_345_678) == (device == "cuda")
+    assert examine(folder("m3"), "auto", device="cpu").run_dtype == "float32"
 
 
 def test_layers_by_kind(folder: Callable[[str], Path]) -> None:
