@@ -255,7 +255,7 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
     few = rows <= DECODE_ROWS or narrow
     block_m = min(block_m, DECODE_ROWS)
     decode = few and batch * triton.cdiv(rows, block_m) * triton.cdiv(n, tiles.n) <= COUNTERS
-    if decode and rows > DECODE_ROWS:
+    if decode and rows > DECODE_ROWS and not hip:
         tiles = tiles._replace(warps=2)  # of a router: each thread's tile is larger, and reads fewer operands
     if not decode:
         block_m, tiles = prefill_tiles(segment, weight.dtype, hip)
