@@ -1,4 +1,4 @@
-"""docs/code.md says what to read first: its files exist, its names too, its counts are right, and the engine stays small."""
+"""docs/code.md says what to read first: its files and names exist, its counts hold, and the engine stays small."""
 
 from __future__ import annotations
 
