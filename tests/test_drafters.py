@@ -36,7 +36,7 @@ from oracles.speculation import (
 from skipstone import LLM, SamplingParams
 from skipstone.core.request import FinishReason, Request
 from skipstone.core.speculation import SpeculationStats
-from skipstone.errors import RequestError
+from skipstone.errors import RequestError, UnsupportedError
 from skipstone.models.base import DraftOutput
 from skipstone.models.locate import shipped_prompts
 from skipstone.spec import hidden_state
@@ -336,6 +336,23 @@ def test_every_request_may_choose_its_number_of_drafts(name: str, proposer: str,
     together, alone = every_share
     # The sums of draft heads are rounded by the batch, so now and then a draft is another one.
     assert sum(a == b for a, b in zip(together, alone, strict=True)) >= len(jobs) - 2
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_coupled_drafts_and_rules_of_laws_are_refused(rule: str, folders: Folders) -> None:
+    """Only when asked for both: alone, such a rule draws its drafts independently."""
+    target = folders.target("m3")
+    with pytest.raises(UnsupportedError, match=f"draft_sampling=coupled and verification={rule} .*independent"):
+        load(target, "mtp:2", verification=rule, draft_sampling="coupled")
+    assert "independent drafts" in dict(load(target, "mtp:2", verification=rule).card)["speculation"]
+    assert load(target, "mtp:2", verification=rule, draft_sampling="coupled", simulate_acceptance="0.5").engine
+
+
+def test_what_has_no_effect_without_drafts_is_said(folders: Folders) -> None:
+    llm = load(folders.target("m3"), "off", verification="rejection", draft_sampling="greedy")
+    said = dict(llm.card)["speculation"]
+    assert "verification=rejection has no effect" in said and "draft_sampling=greedy has no effect" in said
+    assert "no effect" not in dict(load(folders.target("m3"), "off").card)["speculation"]
 
 
 def test_more_drafts_than_the_engine_makes_are_refused(folders: Folders) -> None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from skipstone.config import EngineConfig, read_spec
-from skipstone.errors import ConfigError
+from skipstone.errors import ConfigError, UnsupportedError
 from skipstone.kernels.ops import Ops, use_ops
 from skipstone.models.base import CausalLM, DraftHead, WeightedModel
 from skipstone.models.loader import ModelInfo, fill_weights
@@ -90,18 +90,24 @@ def make_speculation(config: EngineConfig, around: Surroundings) -> Speculation:
     if method == "auto":
         method, reason = _choose(around.info)
     verification: Any = spec.verification or config.verification or "exact"
-    sampling: Any = spec.draft_sampling or config.draft_sampling or "coupled"
+    asked: Any = spec.draft_sampling or config.draft_sampling
     needs_laws = verification != "exact" and rates is None
-    if needs_laws and sampling == "coupled":
-        # Drafts that share the target's noise are not independent of it, which these rules need.
-        sampling = "independent"
+    if needs_laws and asked == "coupled":
+        raise UnsupportedError(
+            f"draft_sampling=coupled and verification={verification} cannot work together: coupled drafts share the "
+            "target's noise, and that rule needs drafts that do not; use independent or greedy, or verification=exact"
+        )
+    sampling = asked or ("independent" if needs_laws else "coupled")
     chooser, verifier = DraftChooser(sampling, keep_laws=needs_laws), Verifier(verification, rates)
     if method == "off" or spec.k == 0:
         if rates is not None:
             raise ConfigError(
                 f"spec={config.spec!r} makes no drafts, so simulate_acceptance has nothing to accept; leave one out"
             )
-        return Speculation(None, 0, reason if method == "off" else "k = 0", DraftChooser("coupled"), Verifier())
+        given = {"verification": verification if verification != "exact" else None, "draft_sampling": asked}
+        idle = "".join(f"; {name}={value} has no effect" for name, value in given.items() if value)
+        why = (reason if method == "off" else "k = 0") + idle
+        return Speculation(None, 0, why, DraftChooser("coupled"), Verifier())
     proposer: Proposer = PROPOSERS.load(method)(spec, around)
     most = proposer.needs.max_k
     usual = proposer.needs.default_k or DEFAULT_K[method]
