@@ -60,7 +60,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = "model"
     spec: Annotated[str, Meta(description="proposer and drafts per step: " + SPEC_FORMS)] = "auto"
     draft_sampling: Annotated[
-        DraftSampling | None, Meta(description="noise that drafts are drawn with; none: coupled, if verification is exact")
+        DraftSampling | None, Meta(description="noise of drafts; none: coupled where verification is exact")
     ] = None
     verification: Annotated[
         Rule | None, Meta(description="acceptance; all but exact change the text, not its law; none: exact")
