@@ -97,7 +97,7 @@ def make_speculation(config: EngineConfig, around: Surroundings) -> Speculation:
             f"draft_sampling=coupled and verification={verification} cannot work together: coupled drafts share the "
             "target's noise, and that rule needs drafts that do not; use independent or greedy, or verification=exact"
         )
-    sampling = asked or ("independent" if needs_laws else "coupled")
+    sampling: Any = asked or ("independent" if needs_laws else "coupled")
     chooser, verifier = DraftChooser(sampling, keep_laws=needs_laws), Verifier(verification, rates)
     if method == "off" or spec.k == 0:
         if rates is not None:
