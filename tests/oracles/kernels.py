@@ -23,7 +23,7 @@ from skipstone.kernels.ops import OP_NAMES, Implementation
 from skipstone.registry import KERNELS
 
 # "cuda" runs the same tests on a GPU, with TRITON_INTERPRET=0; on the CPU Triton's interpreter runs the kernels.
-DEVICE = os.environ.get("SKIPSTONE_KERNEL_DEVICE", "cpu")
+DEVICE = os.environ.get("TEST_KERNEL_DEVICE", "cpu")
 if os.environ["TRITON_INTERPRET"] == "1" and importlib.util.find_spec("triton"):
     from oracles.interpreter import harden
 
