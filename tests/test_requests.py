@@ -132,8 +132,8 @@ class TestEnds:
 
 BAD = [
     ("n", 0), ("n", -1), ("n", 129), ("temperature", -0.1), ("temperature", float("nan")),
-    ("temperature", float("inf")), ("top_k", -2), ("top_p", 0.0), ("top_p", 1.1), ("top_p", float("nan")),
-    ("min_p", -0.1), ("min_p", 1.1), ("min_p", float("nan")), ("repetition_penalty", 0.0),
+    ("temperature", float("inf")), ("top_k", -2), ("top_k", 2**63), ("top_p", 0.0), ("top_p", 1.1),
+    ("top_p", float("nan")), ("min_p", -0.1), ("min_p", 1.1), ("min_p", float("nan")), ("repetition_penalty", 0.0),
     ("repetition_penalty", -1.0), ("repetition_penalty", float("inf")), ("presence_penalty", 2.1),
     ("presence_penalty", float("nan")), ("frequency_penalty", -2.1), ("max_tokens", 0), ("max_tokens", -5),
     ("min_tokens", -1), ("logprobs", -2), ("logprobs", 21), ("prompt_logprobs", -2), ("prompt_logprobs", 21),

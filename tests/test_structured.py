@@ -727,7 +727,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"json_schema": '{"type": "string", "pattern": "("}'}, "json_schema"),
     ({"json_schema": '{"type": "integer", "minimum": 5, "maximum": 3}'}, "json_schema.*minimum"),
     ({"json_schema": '{"enum": ["\\ud800"]}'}, "json_schema"),
-    ({"regex": "("}, "regex"),
+    ({"regex": "("}, "regex.*unclosed group"),
+    ({"regex": "a{1000000}"}, "regex.*too many expressions"),
     ({"regex": "a(?=b)"}, "regex"),
     ({"regex": r"(a)\1"}, "regex"),
     ({"regex": 3}, "regex=3"),
@@ -775,6 +776,13 @@ class TestRefusals:
         assert not llm.engine.has_work
         assert llm.engine.pool.num_used == 0
         assert not llm._sessions
+
+    def test_thousands_of_choices_are_none(self, llm: LLM) -> None:
+        """A parser's row holds 2,000 alternatives."""
+        words = [f"{a}{b}{c}" for a in "abcdefghijklmn" for b in "abcdefghijklmn" for c in "abcdefghijklmn"]
+        params = SamplingParams(choice=words, temperature=1, seed=3, max_tokens=9)
+        (out,) = llm.generate([[1, 2]], params, progress=False)[0].outputs
+        assert out.text in words and out.finish_reason == "stop"
 
     @pytest.mark.parametrize("kind", ["json", "regex", "choice", "lark"])
     def test_without_the_library(self, kind: str, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

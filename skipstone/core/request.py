@@ -136,7 +136,7 @@ def _range_checks(params: SamplingParams) -> list[tuple[str, bool, str]]:
     return [
         ("n", 1 <= params.n <= 128, "between 1 and 128"),
         ("temperature", 0 <= params.temperature <= 100, "between 0 (greedy) and 100"),
-        ("top_k", params.top_k >= -1, "a positive number of tokens, or 0 for no limit"),
+        ("top_k", -1 <= params.top_k < 2**63, "a number of tokens below 2^63, or 0 for no limit"),
         ("top_p", 0 < params.top_p <= 1, "above 0 and at most 1"),
         ("min_p", 0 <= params.min_p <= 1, "between 0 and 1"),
         ("repetition_penalty", 0 < params.repetition_penalty < math.inf, "above 0; 1 means none"),

@@ -6,6 +6,7 @@ llguidance does the parsing; this file knows how a request asks for it and how t
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections import OrderedDict
 from pathlib import Path
@@ -19,6 +20,8 @@ from skipstone.core.request import SamplingParams
 from skipstone.errors import RequestError, UnsupportedError
 
 MOST_KEPT = 32
+LONGEST_REASON = 300  # characters of the library's explanation that an error shows
+LOG = logging.getLogger(__name__)
 
 
 class TokenGrammar:
@@ -33,8 +36,7 @@ class TokenGrammar:
         taken = self._matcher.try_consume_tokens(further) if further else 0
         mask = None
         if taken == len(further):
-            bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-            mask = torch.from_numpy(np.unpackbits(bits, bitorder="little")[: self._vocab_size].astype(bool))
+            mask = torch.from_numpy(_mask(self._matcher)[: self._vocab_size].astype(bool))
         if taken:
             self._matcher.rollback(taken)
         return mask
@@ -45,7 +47,10 @@ class TokenGrammar:
 
     def advance(self, token: int) -> bool:
         """Take over a committed token. False when the grammar forbids it."""
-        return self._matcher.try_consume_tokens([token]) == 1
+        taken = self._matcher.try_consume_tokens([token]) == 1
+        if self._matcher.is_error():
+            LOG.warning("a grammar failed, so its text ends: %s", _reason(self._matcher))
+        return taken
 
     @property
     def ended(self) -> bool:
@@ -94,11 +99,14 @@ class GrammarCompiler:
         source = _grammar_source(llguidance, name, value)
         if self._tokenizer is None:
             self._tokenizer = self._load(llguidance, name)
-        matcher = llguidance.LLMatcher(self._tokenizer, source)
+        matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0)
+        probe = matcher
         if not matcher.is_error():
-            matcher.compute_bitmask()  # what the first mask costs, copies need not pay again
-        if matcher.is_error():
-            raise RequestError(f"{name} cannot be used: {matcher.get_error().splitlines()[0]}")
+            first = _mask(matcher).nonzero()[0][:1].tolist()  # what the first mask costs, copies need not pay again
+            probe = matcher.deep_copy()  # the library's limits show at the first token
+            probe.try_consume_tokens(first)
+        if probe.is_error():
+            raise RequestError(f"{name}={value!r:.80} cannot be used: {_reason(probe)}")
         return matcher
 
     def _load(self, llguidance: Any, name: str) -> Any:
@@ -107,6 +115,16 @@ class GrammarCompiler:
             missing = "tokenizer.json" if not file.exists() else "eos_token_id"
             raise RequestError(f"{name} needs the model's {missing}, which {self.folder.name} lacks")
         return llguidance.LLTokenizer(str(file), n_vocab=self.vocab_size, eos_token=sorted(self.eos_token_ids))
+
+
+def _mask(matcher: Any) -> np.ndarray:
+    """One byte for each id, 1 where it may follow."""
+    return np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
+
+
+def _reason(matcher: Any) -> str:
+    """What the library says, on one line and without its state."""
+    return " ".join(matcher.get_error().partition("<state>")[0].split())[:LONGEST_REASON]
 
 
 def _library(name: str) -> Any:
@@ -133,7 +151,8 @@ def _grammar_source(llguidance: Any, name: str, value: Any) -> str:
         if name == "grammar":
             value = _as_lark(value)
         if name == "choice":
-            value = "start: " + " | ".join(json.dumps(option) for option in value)
+            # As one terminal: a parser's row holds 2,000 alternatives at most.
+            value = "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(option) for option in value)
         return str(llguidance.LLMatcher.grammar_from_lark(value))
     except ValueError as error:  # text that is no Unicode raises a kind of it as well
         raise RequestError(f"{name}={value!r:.80} cannot be used: {error}") from None
