@@ -150,6 +150,17 @@ def test_dtypes_and_threads(name: str, kernels: str, dtype: str, threads: int, f
         torch.set_num_threads(1)
 
 
+@pytest.mark.parametrize("kernels", ["reference", "numba"])
+@pytest.mark.parametrize("block_size", [8, 24, 96, 256])
+@pytest.mark.parametrize("name", ["m3", "dsa"])
+def test_any_block_size(name: str, block_size: int, kernels: str, folder: Callable[[str], Path]) -> None:
+    """Also one that holds other keys than a tile of dense attention."""
+    some = [(tokens(n, n), SamplingParams(max_tokens=5, seed=n, logprobs=5)) for n in (9, 150, 290)]
+    options = {"kernels": kernels, "block_size": block_size, "num_blocks": 20 + 2000 // block_size}
+    expected = [everything(load(folder(name), max_num_seqs=1, **options), [job])[0] for job in some]
+    assert everything(load(folder(name), max_num_batched_tokens=50, **options), some) == expected
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_nothing_reads_unwritten_or_stale_cache(name: str, folder: Callable[[str], Path], alone: Callable) -> None:
     """Every cache slot holds NaN before the run, so a single one that is read would show."""

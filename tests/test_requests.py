@@ -173,6 +173,12 @@ class TestBadRequests:
         assert str(token) in str(error.value)
         assert str(VOCAB - 1) in str(error.value)
 
+    @pytest.mark.parametrize("token", [-1, VOCAB])
+    def test_predicted_ids_outside_the_vocabulary(self, llm: LLM, token: int) -> None:
+        with pytest.raises(RequestError, match=f"prediction token id {token} .* {VOCAB - 1}"):
+            llm.add([5, 6], SamplingParams(max_tokens=2), [7, token])
+        assert not llm.engine.has_work and not llm._sessions
+
     @pytest.mark.parametrize("value", [float("nan"), float("inf")])
     def test_logit_bias_that_is_no_number(self, llm: LLM, value: float) -> None:
         with pytest.raises(RequestError, match=r"logit_bias\[4\]"):

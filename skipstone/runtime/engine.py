@@ -99,9 +99,10 @@ class Engine:
         request.params.validate(self.vocab_size)
         if not request.token_ids:
             raise RequestError("the prompt is empty; it needs at least one token")
-        for token in (min(request.token_ids), max(request.token_ids)):
-            if not 0 <= token < self.vocab_size:
-                raise RequestError(f"prompt token id {token} is outside the vocabulary, 0 to {self.vocab_size - 1}")
+        for name, ids in (("prompt", request.token_ids), ("prediction", request.prediction)):
+            for token in ids and (min(ids), max(ids)):
+                if not 0 <= token < self.vocab_size:
+                    raise RequestError(f"{name} token id {token} is outside the vocabulary, 0 to {self.vocab_size - 1}")
         limit = self.caches.max_model_len
         if len(request.token_ids) >= limit:
             raise RequestError(

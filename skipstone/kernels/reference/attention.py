@@ -1,7 +1,7 @@
 """Attention over paged caches in plain torch, vectorised over rows. The CPU path, and the twin of every fast kernel.
 
 Bits of a row do not depend on the other rows of the step: every reduction over keys has a fixed length. Dense attention
-adds up tiles of KEY_TILE keys in ascending order, where a tile beyond a row's own length adds exactly zero; sparse
+adds up tiles of keys in ascending order, where a tile beyond a row's own length adds exactly zero; sparse
 attention always reduces over the whole budget, with masked entries as exact zeros. Values in slots that were never
 written are set to zero before the product, as zero times a NaN would be NaN.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 from skipstone.core.batch import ZERO_BLOCK, Span
 from skipstone.kernels.reference.gemm import bmm
 
-KEY_TILE = 128
+KEY_TILE = 128  # keys of a tile; as many whole blocks as fit, at least one
 LOWEST = torch.finfo(torch.float32).min
 SMALLEST = torch.finfo(torch.float32).tiny
 HIDDEN = -1e30  # added to the score of a key that a row may not see; finite, so that a row may see none
@@ -41,29 +41,31 @@ def gather_blocks(cache: Tensor, block_table: Tensor, multiple: int) -> Tensor:
 
 
 class KeyTiles(NamedTuple):
-    """The tiles of KEY_TILE keys that the requests of a span see, request after request: U of them."""
+    """The tiles of keys that the requests of a span see, request after request: U of them, of S keys each."""
 
     most: int  # tiles of the longest request
     owner: Tensor  # [U] int64, the request
     slot: Tensor  # [U] int64, owner * most + number of the tile
-    keys: Tensor  # [U, KEY_TILE] int64, positions
+    keys: Tensor  # [U, S] int64, positions
     place: Tensor  # [U * Hkv * blocks] int64, rows of the caches seen as [-1, block_size * width]
 
 
 def key_tiles(span: Span, kv_heads: int, block_size: int) -> KeyTiles:
     """Lay out the tiles of a span; a request that sees nothing has one."""
     device, requests = span.positions.device, span.positions.shape[0]
-    counts = torch.div(span.positions.amax(dim=1), KEY_TILE, rounding_mode="floor").clamp_(min=0).add_(1)
-    most, per_tile = int(counts.max()), max(KEY_TILE // block_size, 1)
+    per_tile = max(KEY_TILE // block_size, 1)
+    size = per_tile * block_size
+    counts = torch.div(span.positions.amax(dim=1), size, rounding_mode="floor").clamp_(min=0).add_(1)
+    most = int(counts.max())
     numbers = torch.arange(most, device=device)
     slot = (numbers < counts[:, None]).view(-1).nonzero()[:, 0]
     owner, number = torch.div(slot, most, rounding_mode="floor"), slot % most
-    spare = max(most * KEY_TILE - span.block_table.shape[1] * block_size, 0)
+    spare = max(most * size - span.block_table.shape[1] * block_size, 0)
     table = F.pad(span.block_table, (0, -(-spare // block_size)), value=ZERO_BLOCK)
     blocks = table[:, : most * per_tile].reshape(requests * most, per_tile).index_select(0, slot)
     head = torch.arange(kv_heads, device=device)[:, None]
     place = (blocks[:, None] * kv_heads + head).view(-1)
-    keys = number[:, None] * KEY_TILE + torch.arange(KEY_TILE, device=device)
+    keys = number[:, None] * size + torch.arange(size, device=device)
     return KeyTiles(most, owner, slot, keys, place)
 
 
@@ -77,23 +79,24 @@ def dense_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, span: Span, sca
     kv_heads, block_size, width = k_cache.shape[1:]
     group, value_width = q.shape[1] // kv_heads, v_cache.shape[3]
     tiles = key_tiles(span, kv_heads, block_size)
+    size = tiles.keys.shape[1]
     shape = (-1, kv_heads, n, group)
-    k = k_cache.view(-1, block_size * width).index_select(0, tiles.place).view(-1, KEY_TILE, width)
+    k = k_cache.view(-1, block_size * width).index_select(0, tiles.place).view(-1, size, width)
     v = (
         v_cache.view(-1, block_size * value_width)
         .index_select(0, tiles.place)
-        .view(-1, kv_heads, KEY_TILE, value_width)
+        .view(-1, kv_heads, size, value_width)
     )
     queries = q.view(requests, n, kv_heads, group, width).permute(0, 2, 1, 3, 4).index_select(0, tiles.owner)
     scores = bmm(queries.reshape(-1, n * group, width), k.transpose(1, 2), exact).float().mul_(scale)
-    scores = scores.view(*shape, KEY_TILE)  # [U, Hkv, n, group, KEY_TILE]
+    scores = scores.view(*shape, size)  # [U, Hkv, n, group, S]
     positions = span.positions.index_select(0, tiles.owner)  # [U, n]
     scores.masked_fill_((tiles.keys[:, None] > positions[:, :, None])[:, None, :, None], -torch.inf)
     v.masked_fill_((tiles.keys > positions.amax(dim=1, keepdim=True))[:, None, :, None], 0)
     best = _by_request(scores.amax(dim=-1), tiles, requests, -torch.inf).amax(dim=1)  # [R, Hkv, n, group]
     best = best.clamp_(min=LOWEST).index_select(0, tiles.owner)  # a padding row sees nothing
     weights = scores.sub_(best[..., None]).exp_()
-    partial = bmm(weights.view(-1, n * group, KEY_TILE).to(q.dtype), v.flatten(0, 1), exact).view(*shape, value_width)
+    partial = bmm(weights.view(-1, n * group, size).to(q.dtype), v.flatten(0, 1), exact).view(*shape, value_width)
     parts = torch.cat((partial.float(), weights.sum(dim=-1, keepdim=True)), dim=-1)
     total = add_in_order(_by_request(parts, tiles, requests, 0.0))  # [R, Hkv, n, group, value width + 1]
     out = total[..., :-1] / total[..., -1:].clamp(min=SMALLEST)
