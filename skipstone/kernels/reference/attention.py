@@ -82,11 +82,7 @@ def dense_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, span: Span, sca
     size = tiles.keys.shape[1]
     shape = (-1, kv_heads, n, group)
     k = k_cache.view(-1, block_size * width).index_select(0, tiles.place).view(-1, size, width)
-    v = (
-        v_cache.view(-1, block_size * value_width)
-        .index_select(0, tiles.place)
-        .view(-1, kv_heads, size, value_width)
-    )
+    v = v_cache.view(-1, block_size * value_width).index_select(0, tiles.place).view(-1, kv_heads, size, value_width)
     queries = q.view(requests, n, kv_heads, group, width).permute(0, 2, 1, 3, 4).index_select(0, tiles.owner)
     scores = bmm(queries.reshape(-1, n * group, width), k.transpose(1, 2), exact).float().mul_(scale)
     scores = scores.view(*shape, size)  # [U, Hkv, n, group, S]
