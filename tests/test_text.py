@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,6 +82,34 @@ def test_ids_and_text_of_a_folder(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode([2, *token_ids]) == "the stone 漢字"
     assert tokenizer.decode([2, *token_ids], skip_special_tokens=False) == "<|turn|>the stone 漢字"
     assert tokenizer.decode([*token_ids, tokenizer.vocab_size + 5]) == "the stone 漢字"
+
+
+@pytest.mark.parametrize("text", ["the stone 漢字 👋🏽\n\n  x", "<|bos|>the<|turn|> stone <|eos|>", "", " ", "<s>the"])
+@pytest.mark.parametrize("special", [True, False])
+def test_ids_are_those_of_the_library(
+    tokenizer: Tokenizer, fallback_tokenizer: Tokenizer, text: str, special: bool
+) -> None:
+    for one in (tokenizer, fallback_tokenizer):
+        backend = Backend.from_file(str(one.folder / "tokenizer.json"))
+        assert one.encode(text, special) == backend.encode(text, add_special_tokens=special).ids
+
+
+def test_other_threads_go_on_while_a_large_text_is_encoded(tokenizer: Tokenizer) -> None:
+    ticks, ended = 0, threading.Event()
+
+    def tick() -> None:
+        nonlocal ticks
+        while not ended.wait(0.001):
+            ticks += 1
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    begin, before = time.perf_counter(), ticks
+    tokenizer.encode("the stone skips " * 100_000)
+    seconds, gained = time.perf_counter() - begin, ticks - before
+    ended.set()
+    thread.join()
+    assert gained >= 5, f"{gained} turns in {seconds:.2f} s"
 
 
 def test_text_of_one_token_keeps_its_space(tokenizer: Tokenizer, fallback_tokenizer: Tokenizer) -> None:

@@ -142,7 +142,8 @@ class Tokenizer:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise RequestError(f"the text is not valid Unicode at character {error.start}; remove it") from error
-        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        # `encode` would hold the GIL all the while, and a server's other threads with it.
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     @cached_property
     def _template(self) -> jinja2.Template:
