@@ -238,6 +238,15 @@ class TestGenerate:
         assert [len(item.get("logprobs", [])) for item in found] == [0, 0, 0, 2, 0, 0, 0]
         assert len(found[3]["logprobs"][0]["top_ids"]) == 1
 
+    def test_parts_of_messages(self, run: Callable[..., Result], model: Path, tmp_path: Path) -> None:
+        file, part = tmp_path / "a.jsonl", {"type": "text", "text": "four"}
+        file.write_text(json.dumps({"messages": [{"role": "user", "content": [part, part]}]}))
+        (found,) = run("generate", model, "-f", file, "--max-tokens", "1", "--json", "-").objects()
+        assert found["prompt_tokens"] == len("u:four\nfour\na:")
+        file.write_text(json.dumps({"messages": [{"role": "user", "content": [part, {"type": "image_url"}]}]}))
+        result = run("generate", model, "-f", file)
+        assert result.code == 2 and "a.jsonl:1: messages[0].content[1]={'type': 'image_url'}" in result.err
+
     def test_json_file_and_several_choices(self, run: Callable[..., Result], model: Path, tmp_path: Path) -> None:
         target = tmp_path / "out.jsonl"
         result = run("generate", model, "-p", "a", "--n", "3", "--max-tokens", "2", "--json", target, "--stats")

@@ -26,6 +26,8 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|turn|>{% endif %}"
 )
 CHAT = [{"role": "user", "content": "the <stone>"}]
+PART = {"type": "text", "text": "the"}
+CALL = {"id": "c", "function": {"name": "f", "arguments": '{"a": 1}'}}
 PIECES = ["the", " stone", "é", "漢字", "👩‍👩‍👧", "👋🏽", "\n", " ", "�", "a", "ab"]
 
 
@@ -151,6 +153,18 @@ def test_chat_is_rendered_by_the_template(tokenizer: Tokenizer) -> None:
     assert rendered(add_generation_prompt=False) == "<|bos|><|turn|>user:the <stone><|eos|>"
 
 
+def test_messages_reach_the_template_in_one_form(tmp_path: Path) -> None:
+    tokenizer = write_folder(tmp_path, byte_level_backend(), template="{{ messages | tojson }}")
+    parts = {"role": "developer", "content": [PART, PART], "name": "n", "refusal": None}
+    call = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    made = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    plain = [
+        {"role": "system", "content": "the\nthe", "name": "n"},
+        {"role": "assistant", "content": "", "tool_calls": [made]},
+    ]
+    assert json.loads(tokenizer.render_chat([parts, call])) == json.loads(tokenizer.render_chat(plain)) == plain
+
+
 @pytest.mark.parametrize("entry", ["{{ messages | tojson }}", [{"name": "x", "template": "no"}, {"name": "default"}]])
 def test_template_of_the_config(tmp_path: Path, entry: Any) -> None:
     if isinstance(entry, list):
@@ -164,8 +178,22 @@ def test_template_of_the_config(tmp_path: Path, entry: Any) -> None:
     [
         ([], "messages is empty"),
         (["hello"], r"messages\[0\] is a str"),
-        ([*CHAT, {"content": "x"}], r"messages\[1\] has no role"),
-        ([*CHAT, {"role": "user"}], r"messages\[1\] has no content"),
+        ([*CHAT, {"content": "x"}], r"messages\[1\].role is missing"),
+        ([*CHAT, {"role": "user"}], r"messages\[1\].content is missing"),
+        ([{"role": "user", "content": 5}], r"messages\[0\].content=5 must be text"),
+        ([{"role": "user", "content": [PART, {"type": "image_url", "image_url": {}}]}], r"content\[1\]=.*image_url"),
+        ([{"role": "user", "content": [{"type": "text", "text": 5}]}], r"messages\[0\].content\[0\]=.*not supported"),
+        ([{"role": "user", "content": [PART | {"x": 1}]}], r"messages\[0\].content\[0\]=.*not supported"),
+        ([{"role": "user", "content": ["a"]}], r"messages\[0\].content\[0\]='a' is not supported"),
+        ([{"role": "user", "content": "a", "images": []}], r"messages\[0\].images is no field"),
+        ([{"role": "user", "content": "a", "name": 5}], r"messages\[0\].name=5 must be text"),
+        ([{"role": "user", "content": "a", "tool_calls": [CALL]}], r"messages\[0\].tool_calls belongs"),
+        ([{"role": "assistant", "tool_calls": 5}], r"messages\[0\].tool_calls=5 must be a list"),
+        ([{"role": "assistant", "tool_calls": [{"id": "a"}]}], r"tool_calls\[0\].function.name is missing"),
+        (
+            [{"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f", "arguments": "["}}]}],
+            "arguments is not a JSON",
+        ),
         ([{"role": "bad", "content": "x"}], "no role bad"),
         ([{"role": "user", "content": "\ud800"}], "not valid Unicode"),
     ],

@@ -12,11 +12,13 @@ from typing import Any
 
 import msgspec
 
+from skipstone.errors import RequestError
 from skipstone.llm import LLM
 from skipstone.serve.api_errors import ApiError, bad_request, unavailable
-from skipstone.serve.api_requests import MadeCall, Message
+from skipstone.serve.api_requests import Message
 from skipstone.serve.api_responses import ServerStats
 from skipstone.serve.engine_thread import EngineThread
+from skipstone.serve.messages import plain_messages as plain
 from skipstone.serve.metrics import ServerMetrics
 from skipstone.serve.online_check import OnlineCheck
 from skipstone.serve.server_config import ServerConfig
@@ -152,32 +154,9 @@ class Service:
 
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Messages as templates know them. Raises ApiError naming the field that makes no sense."""
-    return [_plain(message, f"messages[{i}]") for i, message in enumerate(messages)]
-
-
-def _plain(message: Message, path: str) -> dict[str, Any]:
-    content, calls = message.content, message.tool_calls
-    if content is None and not calls:
-        raise bad_request(f"{path}.content is missing", f"{path}.content", "missing_required_parameter")
-    if calls and message.role != "assistant":
-        raise bad_request(f"{path}.tool_calls belongs into messages of the assistant", f"{path}.tool_calls")
-    if not isinstance(content, str):
-        content = "\n".join(part.text for part in content or ())
-    role = "system" if message.role == "developer" else message.role
-    plain: dict[str, Any] = {"role": role, "content": content}
-    for name in ("name", "tool_call_id"):
-        if getattr(message, name) is not None:
-            plain[name] = getattr(message, name)
-    if calls:
-        plain["tool_calls"] = [_plain_call(call, f"{path}.tool_calls[{i}]") for i, call in enumerate(calls)]
-    return plain
-
-
-def _plain_call(call: MadeCall, path: str) -> dict[str, Any]:
-    """Templates want the arguments as an object."""
-    path += ".function.arguments"
     try:
-        arguments = msgspec.json.decode(call.function.arguments or "{}", type=dict[str, Any])
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise bad_request(f"{path} is not a JSON object: {error}", path) from None
-    return {"id": call.id, "type": call.type, "function": {"name": call.function.name, "arguments": arguments}}
+        return plain([msgspec.to_builtins(message) for message in messages])
+    except RequestError as error:
+        path, _, rest = str(error).partition(" ")
+        code = "missing_required_parameter" if rest.startswith("is missing") else "invalid_value"
+        raise bad_request(str(error), path, code) from None

@@ -20,6 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from skipstone.core.request import SamplingParams
 from skipstone.errors import CheckpointError, RequestError
+from skipstone.serve.messages import plain_messages
 
 BUILT_IN = {"deepseek_v32": "deepseek_v32.jinja"}  # model type -> chat template
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what decoding gives for the first bytes of a character
@@ -95,14 +96,13 @@ class Tokenizer:
     ) -> str:
         """A chat as the model's template renders it, which alone decides on special tokens.
 
-        Each message has a `role` and a `content` (text, or a list of parts if the template knows parts), which may be
-        missing beside `tool_calls`. `continue_final_message`: the text ends with the last message's content, to be gone
-        on with. `variables`: what else the template may look at. Raises RequestError for a malformed message (with its
-        index), a missing template, or an error in the template.
+        The messages are what `plain_messages` takes. `continue_final_message`: the text ends with the last message's
+        content, to be gone on with. `variables`: what else the template may look at. Raises RequestError for a
+        malformed message (with its index), a missing template, or an error in the template.
         """
-        _check_messages(messages)
+        plain = plain_messages(messages)
         given = {
-            "messages": messages,
+            "messages": plain,
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
             "bos_token": self.bos_token or "",
             "eos_token": self.eos_token or "",
@@ -114,7 +114,7 @@ class Tokenizer:
             raise RequestError(f"chat_template_kwargs has {min(taken)!r}, which has a field of its own; use that")
         try:
             text = self._template.render(**given, **(variables or {}))
-            return _cut_behind(text, messages[-1]["content"]) if continue_final_message else text
+            return _cut_behind(text, plain[-1]["content"]) if continue_final_message else text
         except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise RequestError(f"the chat template of {self.folder} refused the messages: {error}") from error
 
@@ -319,18 +319,6 @@ def _cut_behind(text: str, content: Any) -> str:
     if begin < 0:
         raise ValueError("the last message has no text that could be gone on with")
     return text[: begin + len(last)]
-
-
-def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
-    if not messages:
-        raise RequestError("messages is empty; send at least one message with role and content")
-    for index, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            raise RequestError(f"messages[{index}] is a {type(message).__name__}; expected an object")
-        if not isinstance(message.get("role"), str):
-            raise RequestError(f"messages[{index}] has no role; add one such as system, user or assistant")
-        if not isinstance(message.get("content"), (str, list)) and not message.get("tool_calls"):
-            raise RequestError(f"messages[{index}] has no content; expected text")
 
 
 def _raise_template_error(message: str) -> NoReturn:
