@@ -176,7 +176,7 @@ class LLM:
 
         `prediction`: tokens that the output is expected to contain; prompt lookup drafts from them as well.
         """
-        session = self._session(prompt, params)
+        session = self._session(prompt, self._params_for(params, 1)[0])
         for choice in session.choices:
             choice.request.prediction = list(prediction)
         self._submit([session])
@@ -225,10 +225,14 @@ class LLM:
     def _params_for(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if params is None:
             params = msgspec.convert(self.default_params, SamplingParams)
-        each = [params] * count if isinstance(params, SamplingParams) else list(params)
+        each = [params] * count if isinstance(params, SamplingParams) else params
+        if not isinstance(each, Sequence) or not all(isinstance(one, SamplingParams) for one in each):
+            raise RequestError(
+                f"params={params!r:.60} is not allowed; give a SamplingParams, or a list of one per prompt"
+            )
         if len(each) != count:
             raise RequestError(f"{len(each)} sampling parameters were given for {count} prompts; give one or one each")
-        return each
+        return list(each)
 
     def _session(self, prompt: Prompt, params: SamplingParams) -> Session:
         if isinstance(prompt, str):
@@ -245,9 +249,9 @@ class LLM:
         return self._make_session(None, self.tokenizer.encode_chat(messages), self._params_for(params, 1)[0])
 
     def _make_session(self, prompt: str | None, token_ids: list[int], params: SamplingParams) -> Session:
+        params.validate(self.engine.vocab_size)
         if params.stop_strings and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer.json; use stop_token_ids")
-        params.validate(self.engine.vocab_size)
         number = next(self._numbers)
         eos = self.eos_token_ids
         return Session(f"request-{number}", prompt, token_ids, params, self.tokenizer, eos, self._grammars)

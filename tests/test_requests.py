@@ -161,7 +161,19 @@ class TestBadRequests:
     def test_values_of_a_wrong_type(self, llm: LLM, field: str, value: object) -> None:
         with pytest.raises(RequestError) as error:
             run(llm, **{field: value})
-        assert field in str(error.value)
+        assert str(error.value).startswith(f"{field}={value!r} has the wrong type: ")
+
+    def test_keys_of_a_wrong_type(self, llm: LLM) -> None:
+        with pytest.raises(RequestError, match=r"^logit_bias={'5': 1.0} .*Expected `int`, got `str` as a key$"):
+            run(llm, logit_bias={"5": 1.0})
+
+    @pytest.mark.parametrize("params", [{"max_tokens": 2}, "x", [{}], 5, [SamplingParams(), None]])
+    def test_parameters_of_another_kind(self, llm: LLM, params: Any) -> None:
+        calls = [lambda: llm.generate([PROMPT], params), lambda: llm.stream(PROMPT, params)]
+        for call in (*calls, lambda: llm.add(PROMPT, params)):
+            with pytest.raises(RequestError, match="give a SamplingParams, or a list") as error:
+                call()
+            assert repr(params)[:60] in str(error.value)
 
     @pytest.mark.parametrize("token", [-1, VOCAB, 2**63])
     @pytest.mark.parametrize("field", ["prompt", "stop_token_ids", "logit_bias"])

@@ -121,8 +121,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         try:
             msgspec.convert({name: getattr(self, name) for name in self.__struct_fields__}, SamplingParams)
         except msgspec.ValidationError as error:
-            text, _, path = str(error).partition(" - at `$.")
-            name = path.rstrip("`").split("[")[0]
+            text, _, path = str(error).partition(" - at ")
+            text += " as a key" if path.startswith("`key`") else ""
+            name = path.partition("$.")[2].rstrip("`").split("[")[0]
             raise RequestError(f"{name}={getattr(self, name, None)!r} has the wrong type: {text}") from None
 
 
