@@ -86,8 +86,12 @@ def _explain(text: str, raw: dict[str, Any], kind: type[Body]) -> ApiError:
     match = _WRONG.match(text)
     assert match is not None
     path = (match[3] or "").lstrip(".")
-    found, value = _value_at(raw, path)
-    shown = f"{path}={_shown(value)}" if found else path
+    if path.endswith("[...]") and (entry := _wrong_entry(raw, path.removesuffix("[...]"), kind)):
+        path = path.removesuffix("[...]")
+        shown = f"{path}[{_shown(entry[0])}]={_shown(entry[1])}"
+    else:
+        found, value = _value_at(raw, path)
+        shown = f"{path}={_shown(value)}" if found else path
     code = "invalid_type" if ", got" in match[1] else "invalid_value"
     return bad_request(f"{shown} is not allowed: {match[1].replace('`', '')}", path or None, code)
 
@@ -111,6 +115,18 @@ def _value_at(raw: Any, path: str) -> tuple[bool, Any]:
         except (KeyError, IndexError, TypeError, ValueError):
             return False, None
     return True, raw
+
+
+def _wrong_entry(raw: dict[str, Any], name: str, kind: type[Body]) -> tuple[str, Any] | None:
+    """The first entry of a map in the body that is not as declared."""
+    declared = {field.name: field.type for field in msgspec.structs.fields(kind)}
+    entries = raw.get(name) if name in declared else None
+    for key, value in entries.items() if isinstance(entries, dict) else ():
+        try:
+            msgspec.convert({key: value}, declared[name], strict=True)
+        except msgspec.ValidationError:
+            return key, value
+    return None
 
 
 def _shown(value: Any) -> str:
