@@ -504,6 +504,8 @@ class TestOtherAddresses:
         [
             ("/tokenize", {}, "prompt"),
             ("/tokenize", {"prompt": "a", "messages": TALK}, "prompt"),
+            ("/tokenize", {"prompt": "a", "add_generation_prompt": True}, "add_generation_prompt"),
+            ("/tokenize", {"messages": TALK, "add_special_tokens": True}, "add_special_tokens"),
             ("/detokenize", {"tokens": [10**7]}, "tokens"),
             ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
         ],

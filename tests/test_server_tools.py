@@ -257,6 +257,11 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {  # fields, param, a word of 
         "messages[0].tool_calls",
         "assistant",
     ),
+    "whose result": (
+        {"messages": [{"role": "user", "content": "a", "tool_call_id": "b"}]},
+        "messages[0].tool_call_id",
+        "role tool",
+    ),
 }
 
 

@@ -188,6 +188,7 @@ def test_template_of_the_config(tmp_path: Path, entry: Any) -> None:
         ([{"role": "user", "content": "a", "images": []}], r"messages\[0\].images is no field"),
         ([{"role": "user", "content": "a", "name": 5}], r"messages\[0\].name=5 must be text"),
         ([{"role": "user", "content": "a", "tool_calls": [CALL]}], r"messages\[0\].tool_calls belongs"),
+        ([{"role": "user", "content": "a", "tool_call_id": "c"}], r"messages\[0\].tool_call_id belongs"),
         ([{"role": "assistant", "tool_calls": 5}], r"messages\[0\].tool_calls=5 must be a list"),
         ([{"role": "assistant", "tool_calls": [{"id": "a"}]}], r"tool_calls\[0\].function.name is missing"),
         (

@@ -135,6 +135,10 @@ async def tokenize(service: Service, request: Request) -> ASGIApp:
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("give exactly one of prompt and messages", "prompt")
+    if body.prompt is not None and body.add_generation_prompt is not None:
+        raise bad_request("add_generation_prompt needs messages, not prompt", "add_generation_prompt")
+    if body.messages is not None and body.add_special_tokens is not None:
+        raise bad_request("add_special_tokens needs prompt; for messages the template decides", "add_special_tokens")
     try:
         if body.messages is not None:
             token_ids = await service.encode_chat(body.messages, body.add_generation_prompt is not False)

@@ -37,6 +37,8 @@ def _plain_message(message: Any, path: str) -> dict[str, Any]:
         raise RequestError(f"{path}.content is missing; expected text")
     if calls and role != "assistant":
         raise RequestError(f"{path}.tool_calls belongs into messages of the assistant")
+    if "tool_call_id" in given and role != "tool":
+        raise RequestError(f"{path}.tool_call_id belongs into messages of the role tool")
     if not isinstance(calls or [], list):
         raise RequestError(f"{path}.tool_calls={calls!r:.60} must be a list")
     content = _joined(given.get("content", ""), f"{path}.content")
