@@ -1,7 +1,4 @@
-"""Conversations as they are sent, and as chat templates know them: one reading for Python, files and the server.
-
-Knows plain objects. Does not know templates, tokens or HTTP.
-"""
+"""Conversations as they are sent, to conversations as chat templates know them: for Python, files and the server."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ import msgspec
 
 from skipstone.errors import RequestError
 
-FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id")
+KINDS: dict[str, Any] = {"role": str, "content": (str, list), "name": str, "tool_calls": list, "tool_call_id": str}
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -30,8 +27,14 @@ def _plain_message(message: Any, path: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise RequestError(f"{path} is a {type(message).__name__}; expected an object")
     given = {key: value for key, value in message.items() if value is not None}
+    for key, value in given.items():
+        if key not in KINDS:
+            raise RequestError(f"{path}.{key} is no field of a message; those are {', '.join(KINDS)}")
+        if not isinstance(value, KINDS[key]):
+            wanted = "a list" if key == "tool_calls" else "text"
+            raise RequestError(f"{path}.{key}={value!r:.60} must be {wanted}")
     role, calls = given.get("role"), given.get("tool_calls")
-    if not isinstance(role, str):
+    if role is None:
         raise RequestError(f"{path}.role is missing; add one such as system, user or assistant")
     if "content" not in given and not calls:
         raise RequestError(f"{path}.content is missing; expected text")
@@ -39,27 +42,17 @@ def _plain_message(message: Any, path: str) -> dict[str, Any]:
         raise RequestError(f"{path}.tool_calls belongs into messages of the assistant")
     if "tool_call_id" in given and role != "tool":
         raise RequestError(f"{path}.tool_call_id belongs into messages of the role tool")
-    if not isinstance(calls or [], list):
-        raise RequestError(f"{path}.tool_calls={calls!r:.60} must be a list")
-    content = _joined(given.get("content", ""), f"{path}.content")
-    plain: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": content}
-    for key, value in given.items():
-        if key not in FIELDS:
-            raise RequestError(f"{path}.{key} is no field of a message; those are {', '.join(FIELDS)}")
-        if key in ("name", "tool_call_id"):
-            if not isinstance(value, str):
-                raise RequestError(f"{path}.{key}={value!r:.60} must be text")
-            plain[key] = value
+    plain = {key: given[key] for key in ("role", "content", "name", "tool_call_id") if key in given}
+    plain["role"] = "system" if role == "developer" else role
+    plain["content"] = _joined(given.get("content", ""), f"{path}.content")
     if calls:
         plain["tool_calls"] = [_plain_call(call, f"{path}.tool_calls[{i}]") for i, call in enumerate(calls)]
     return plain
 
 
-def _joined(content: Any, path: str) -> str:
+def _joined(content: str | list[Any], path: str) -> str:
     if isinstance(content, str):
         return content
-    if not isinstance(content, list):
-        raise RequestError(f"{path}={content!r:.60} must be text, or a list of text parts")
     for i, part in enumerate(content):
         known = isinstance(part, Mapping) and part.keys() == {"type", "text"} and part["type"] == "text"
         if not known or not isinstance(part["text"], str):
@@ -78,5 +71,4 @@ def _plain_call(call: Any, path: str) -> dict[str, Any]:
         plain = msgspec.convert(decoded, dict[str, Any])
     except (msgspec.MsgspecError, RecursionError) as error:
         raise RequestError(f"{path} is not a JSON object: {error}") from None
-    named = {"name": function["name"], "arguments": plain}
-    return {"id": call.get("id"), "type": call.get("type", "function"), "function": named}
+    return {"id": call.get("id"), "type": "function", "function": {"name": function["name"], "arguments": plain}}
