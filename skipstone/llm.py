@@ -136,11 +136,16 @@ class LLM:
         return self._stream(self._chat_session(messages, params))
 
     def abort(self, request_id: str) -> None:
-        """End every choice of a running request; the others go on. An unknown id is ignored: it may just have ended."""
+        """End every choice of a running request, a stream by an event with its output; the others go on.
+
+        An unknown id is ignored: it may just have ended.
+        """
         for session, choice in list(self._sessions.values()):
             if session.session_id == request_id:
                 self.engine.abort(choice.request)
                 del self._sessions[choice.request.request_id]
+                if session.inbox is not None:
+                    session.inbox.append(session.push(choice, [], self.engine))
 
     def stats(self) -> dict[str, float]:
         """Totals since the start."""
@@ -160,10 +165,9 @@ class LLM:
         }
 
     def close(self) -> None:
-        """End whatever still runs."""
-        for _, choice in self._sessions.values():
-            self.engine.abort(choice.request)
-        self._sessions.clear()
+        """End whatever still runs, as `abort` does."""
+        for session, _ in list(self._sessions.values()):
+            self.abort(session.session_id)
 
     def __enter__(self) -> LLM:
         return self
@@ -227,9 +231,7 @@ class LLM:
             params = msgspec.convert(self.default_params, SamplingParams)
         each = [params] * count if isinstance(params, SamplingParams) else params
         if not isinstance(each, Sequence) or not all(isinstance(one, SamplingParams) for one in each):
-            raise RequestError(
-                f"params={params!r:.60} is not allowed; give a SamplingParams, or a list of one per prompt"
-            )
+            raise RequestError(f"params={params!r:.60} is not allowed; give SamplingParams, or a list of them")
         if len(each) != count:
             raise RequestError(f"{len(each)} sampling parameters were given for {count} prompts; give one or one each")
         return list(each)

@@ -171,7 +171,7 @@ class TestBadRequests:
     def test_parameters_of_another_kind(self, llm: LLM, params: Any) -> None:
         calls = [lambda: llm.generate([PROMPT], params), lambda: llm.stream(PROMPT, params)]
         for call in (*calls, lambda: llm.add(PROMPT, params)):
-            with pytest.raises(RequestError, match="give a SamplingParams, or a list") as error:
+            with pytest.raises(RequestError, match="give SamplingParams, or a list of them") as error:
                 call()
             assert repr(params)[:60] in str(error.value)
 
@@ -291,6 +291,19 @@ class TestAborts:
             llm.step()
         (alone,) = llm.generate([PROMPT[::-1]], self.PARAMS, progress=False)
         assert other.output().outputs == alone.outputs
+
+    @pytest.mark.parametrize("end", [lambda llm, request_id: llm.abort(request_id), lambda llm, _: llm.close()])
+    def test_a_stream_says_that_it_was_ended(self, llm: LLM, end: Callable[[LLM, str], None]) -> None:
+        stream = llm.stream(PROMPT, SamplingParams(n=2, max_tokens=50, seed=1, ignore_eos=True))
+        events = [next(stream) for _ in range(3)]
+        end(llm, events[0].request_id)
+        assert not llm.engine.has_work
+        events += list(stream)
+        assert [(event.index, event.finished) for event in events[-2:]] == [(0, True), (1, True)]
+        assert [event.output is None for event in events] == [True] * (len(events) - 1) + [False]
+        for choice in events[-1].output.outputs:
+            assert choice.finish_reason == "abort"
+            assert choice.token_ids == [t for e in events if e.index == choice.index for t in e.token_ids] != []
 
     def test_a_stream_is_the_text(self, llm: LLM) -> None:
         events = list(llm.stream(PROMPT, self.PARAMS))
