@@ -130,8 +130,17 @@ class TestRequired:
         assert len(set(ids)) == len(ids)
 
     def test_one_that_is_cut_off(self, client: openai.OpenAI) -> None:
-        choice = ask(client, tool_choice="required", max_tokens=12).choices[0]
-        assert choice.finish_reason == "length"
+        named = {"type": "function", "function": {"name": "weather"}}
+        for tool_choice in ("required", named):
+            choice = ask(client, tool_choice=tool_choice, max_tokens=12).choices[0]
+            assert choice.finish_reason == "length" and not choice.message.tool_calls
+            assert choice.message.content.startswith('<|tool_call|>{"name": "weather"')
+            choice = ask(client, tool_choice=tool_choice, max_tokens=24).choices[0]
+            assert choice.finish_reason == "length" and choice.message.content is None
+            (call,) = choice.message.tool_calls
+            assert call.function.name == "weather" and call.function.arguments.startswith("{")
+            with pytest.raises(json.JSONDecodeError):
+                json.loads(call.function.arguments)
 
     def test_the_clients_own_helper(self, client: openai.OpenAI) -> None:
         pydantic = pytest.importorskip("pydantic")
