@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import msgspec
@@ -110,8 +110,11 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: bool = True,
+        on_output: Callable[[int, RequestOutput], None] | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts (texts or token ids); results come in the order of the prompts.
+
+        `on_output` gets each prompt's place and its result as soon as that is finished.
 
         One SamplingParams serves all prompts, or give one each. Raises RequestError for a bad prompt or parameter,
         before anything runs.
@@ -121,7 +124,7 @@ class LLM:
         single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         items: list[Any] = [prompts] if single else list(prompts)
         each = self._params_for(params, len(items))
-        return self._run([self._session(prompt, p) for prompt, p in zip(items, each, strict=True)], progress)
+        return self._run([self._session(prompt, p) for prompt, p in zip(items, each, strict=True)], progress, on_output)
 
     def chat(self, messages: Messages, params: SamplingParams | None = None) -> RequestOutput:
         """Answer a conversation, [{"role": ..., "content": ...}, ...], by the model's chat template."""
@@ -276,8 +279,14 @@ class LLM:
             self.engine.abort(request)
             self._sessions.pop(request.request_id, None)
 
-    def _run(self, sessions: list[Session], progress: bool) -> list[RequestOutput]:
+    def _run(
+        self,
+        sessions: list[Session],
+        progress: bool,
+        on_output: Callable[[int, RequestOutput], None] | None = None,
+    ) -> list[RequestOutput]:
         self._submit(sessions)
+        places = {session.session_id: place for place, session in enumerate(sessions)}
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         bar = Progress(
             *columns, console=Console(stderr=True), disable=not progress or len(sessions) < 2, transient=True
@@ -286,8 +295,11 @@ class LLM:
             with bar:
                 task = bar.add_task("generating", total=len(sessions))
                 while not all(session.finished for session in sessions):
-                    finished = sum(event.output is not None for event in self.step())
-                    bar.advance(task, finished)
+                    for event in self.step():
+                        if event.output is not None and event.request_id in places:
+                            bar.advance(task)
+                            if on_output is not None:
+                                on_output(places[event.request_id], event.output)
         except BaseException:
             self._withdraw([choice.request for session in sessions for choice in session.choices])
             raise

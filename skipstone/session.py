@@ -78,6 +78,7 @@ class Session:
         self.arrival = time.perf_counter()
         self.metrics = RequestMetrics()
         self.inbox: deque[StreamEvent] | None = None  # events that a stream has yet to hand out
+        self._running = params.n  # choices whose last tokens have not come
         seed = secrets.randbits(63) if params.seed is None else params.seed
         limit = len(token_ids) + params.max_tokens if params.max_tokens is not None else 1 << 60
         self.choices = [
@@ -114,7 +115,8 @@ class Session:
             token_ids=token_ids,
             finished=choice.request.finished,
         )
-        if self.finished:
+        self._running -= choice.request.finished
+        if not self._running:
             self.metrics.total_s = now
             event.output = self.output()
         return event

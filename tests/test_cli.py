@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -279,6 +280,34 @@ class TestGenerate:
         assert program.wait(60) == 141
 
 
+class TestOutput:
+    """A target that takes nothing: one line that names it."""
+
+    @pytest.mark.parametrize(
+        ("target", "words"),
+        [
+            ("--json /dev/full", "error: --json /dev/full cannot be written: No space left on device"),
+            ("> /dev/full", "error: standard output cannot be written: No space left on device"),
+            (">&-", "error: standard output is closed"),
+        ],
+    )
+    def test_it_is_named(self, model: Path, target: str, words: str) -> None:
+        command = " ".join([*SKIPSTONE, "generate", str(model), "-q -p a --max-tokens 2", target])
+        done = subprocess.run(["sh", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 2
+        assert done.stderr.startswith(words) and done.stderr.count("\n") == 1
+
+    def test_of_a_verb_without_a_model(self) -> None:
+        command = " ".join([*SKIPSTONE, "version > /dev/full"])
+        done = subprocess.run(["sh", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=120)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+
+    def test_closed_standard_error_is_no_error(self, model: Path) -> None:
+        command = " ".join([*SKIPSTONE, "generate", str(model), "-p a --max-tokens 2 --ignore-eos 2>&-"])
+        done = subprocess.run(["sh", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0 and "loading" not in done.stdout
+
+
 class TestChat:
     def test_turns_and_commands_over_a_pipe(self, run: Callable[..., Result], model: Path) -> None:
         lines = "hello\n\n/help\n/what\nagain\n/reset\nhello\n/exit\nnever\n"
@@ -343,6 +372,28 @@ class TestInterrupt:
         out, err = program.communicate(timeout=60)
         assert program.returncode == 130
         assert err.strip() == "interrupted" and out == ""
+
+    @pytest.mark.parametrize("to_file", [True, False])
+    def test_what_is_finished_is_kept(
+        self, start: Callable[..., subprocess.Popen[str]], model: Path, tmp_path: Path, to_file: bool
+    ) -> None:
+        lengths = [2, 19000, 2, 100]
+        lines = [{"prompt": "abc", "id": f"p{i}", "max_tokens": length} for i, length in enumerate(lengths)]
+        (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        target = tmp_path / "out.jsonl"
+        arguments = ["-f", tmp_path / "in.jsonl", "--json", target if to_file else "-", "--ignore-eos", "--spec", "off"]
+        program = start("generate", model, *arguments)
+        self.wait_for(program.stderr, "sampling: ")
+        if to_file:
+            deadline = time.monotonic() + 60
+            while not target.exists() or not target.read_bytes().endswith(b"\n"):
+                assert time.monotonic() < deadline
+        time.sleep(3.0)
+        program.send_signal(signal.SIGINT)
+        out, err = program.communicate(timeout=60)
+        assert program.returncode == 130 and err.strip() == "interrupted"
+        found = [json.loads(line)["id"] for line in (target.read_text() if to_file else out).splitlines()]
+        assert found == ["p0", "p2", "p3"]
 
     def test_chat_stops_the_answer_then_ends(self, start: Callable[..., subprocess.Popen[str]], model: Path) -> None:
         program = start("chat", model, "--ignore-eos", "--max-tokens", "19000")

@@ -7,6 +7,7 @@ Exit codes: 0 done; 1 a bug of ours, with its traceback, or one that `check` has
 from __future__ import annotations
 
 import difflib
+import errno
 import os
 import sys
 import traceback
@@ -36,11 +37,16 @@ COMMANDS = Registry(
     },
 )
 BROKEN_PIPE = 141  # what a shell reports for a program that SIGPIPE ended
+CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line; return the exit code. Only a bug of ours raises."""
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (for as long as the process lives)
     try:
+        if sys.stdout is None:
+            raise ConfigError("standard output is closed; redirect it to a file, or to /dev/null")
         code = _dispatch(list(arguments))
         sys.stdout.flush()
         return code
@@ -51,9 +57,20 @@ def run(arguments: Sequence[str]) -> int:
         print(f"error: {message}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:
-        # The reader of our output has left, as `| head` does; nothing more can be written, not even at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()  # the reader has left, as `| head` does
         return BROKEN_PIPE
+    except OSError as error:
+        # Files are written by who names them in its errors, so this is standard output.
+        if error.filename is not None or error.errno not in CANNOT_WRITE:
+            raise
+        print(f"error: standard output cannot be written: {error.strerror}; send it elsewhere", file=sys.stderr)
+        _drop_output()
+        return ConfigError.exit_code
+
+
+def _drop_output() -> None:
+    """Nothing more can be written, not even at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def load_command(verb: str) -> Command:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from contextlib import redirect_stdout
 from typing import TYPE_CHECKING
 
@@ -15,14 +14,12 @@ from skipstone.models.locate import locate
 from skipstone.serve.cli_model import open_model
 from skipstone.serve.cli_options import Command, Settings
 from skipstone.serve.cli_output import (
+    Results,
     check_writable,
     cut_short,
     note,
-    result_object,
     show_card,
     stats_rows,
-    write_lines,
-    write_texts,
 )
 from skipstone.serve.cli_prompts import Prompt, check_sampling, read_prompts, read_vocab_size
 
@@ -48,13 +45,11 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
         if streams:
             outputs = [_stream(llm, inputs[0], params[0])]
         else:
-            with redirect_stdout(sys.stderr):  # a progress bar is no result
-                outputs = llm.generate(inputs, params, progress=not args.quiet and sys.stderr.isatty())
-        if args.json is not None:
-            _write_json(args.json, prompts, outputs)
-        elif not streams:
-            write_texts(outputs, prompts)
-        sys.stdout.flush()
+            several = sum(chosen.n for chosen in params) > 1
+            # A progress bar is no result.
+            with Results(args.json, prompts, several) as results, redirect_stdout(sys.stderr):
+                bar = not args.quiet and sys.stderr.isatty()
+                outputs = llm.generate(inputs, params, progress=bar, on_output=results.take)
         remark = cut_short(outputs)
         if remark and not args.quiet:
             note(remark)
@@ -92,14 +87,6 @@ def _stream(llm: LLM, token_ids: list[int], params: SamplingParams) -> RequestOu
     print()
     assert output is not None
     return output
-
-
-def _write_json(target: str, prompts: Sequence[Prompt], outputs: Sequence[RequestOutput]) -> None:
-    objects = []
-    for prompt, output in zip(prompts, outputs, strict=True):
-        given = prompt.text if prompt.text is not None else prompt.token_ids or prompt.messages
-        objects += [result_object(output, choice, prompt.request_id, given) for choice in output.outputs]
-    write_lines(target, objects)
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,9 +9,10 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 
@@ -90,24 +91,77 @@ def check_writable(target: str, flag: str = "--json") -> None:
         raise ConfigError(f"{flag} {target} cannot be written; name another file, or - for standard output")
 
 
-def write_lines(target: str, objects: Sequence[Mapping[str, Any]]) -> None:
-    """One JSON object a line, to a file or (-) to standard output."""
-    lines = b"".join(msgspec.json.encode(item) + b"\n" for item in objects)
-    if target == "-":
-        sys.stdout.write(lines.decode())
-    else:
-        Path(target).write_bytes(lines)
+@contextmanager
+def writing(target: str, flag: str = "--json") -> Iterator[None]:
+    """Turn what goes wrong while a file is written into a ConfigError that names it."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{flag} {target} cannot be written: {error.strerror or error}; name another file") from None
 
 
-def write_texts(outputs: Sequence[RequestOutput], prompts: Sequence[Prompt]) -> None:
-    """The answers as plain text; a heading above each when there are several."""
-    total = sum(len(output.outputs) for output in outputs)
-    for output, prompt in zip(outputs, prompts, strict=True):
-        for choice in output.outputs:
-            if total > 1:
-                number = f"{prompt.request_id}.{choice.index}" if len(output.outputs) > 1 else prompt.request_id
-                print(f"== {number}: {prompt.heading}")
-            print(choice.text)
+class Results:
+    """Finished answers in the order of their prompts: `target` is a file, - (standard output), or None for plain text.
+
+    A file gets each answer as soon as those before it are there. At the end of the block, an interrupt's too, whatever
+    is finished and not yet written follows; standard output gets all of it then, apart from a progress bar.
+    """
+
+    def __init__(self, target: str | None, prompts: Sequence[Prompt], headings: bool) -> None:
+        self._target = target
+        self._prompts = prompts
+        self._headings = headings
+        self._ready: dict[int, RequestOutput] = {}
+        self._next = 0
+        self._file: IO[bytes] | None = None
+
+    def __enter__(self) -> Results:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None or not issubclass(kind, Exception):  # after an error there is nobody to read them
+                for place in sorted(self._ready):
+                    self._write(place)
+            if self._target in (None, "-"):
+                sys.stdout.flush()
+        finally:
+            if self._file is not None:
+                self._file.close()
+
+    def take(self, place: int, output: RequestOutput) -> None:
+        """The result of the prompt at that place. Raises ConfigError when the file cannot be written."""
+        self._ready[place] = output
+        while self._target not in (None, "-") and self._next in self._ready:
+            self._write(self._next)
+            self._next += 1
+
+    def _write(self, place: int) -> None:
+        output, prompt = self._ready.pop(place), self._prompts[place]
+        if self._target is None:
+            print(_text(output, prompt, self._headings))
+            return
+        given = prompt.text if prompt.text is not None else prompt.token_ids or prompt.messages
+        objects = [result_object(output, choice, prompt.request_id, given) for choice in output.outputs]
+        lines = b"".join(msgspec.json.encode(item) + b"\n" for item in objects)
+        if self._target == "-":
+            sys.stdout.write(lines.decode())
+            return
+        with writing(self._target):
+            if self._file is None:  # not before, so that a run without results leaves an older file alone
+                self._file = Path(self._target).open("wb", buffering=0)  # noqa: SIM115 (closed at exit)
+            while lines:
+                lines = lines[self._file.write(lines) :]
+
+
+def _text(output: RequestOutput, prompt: Prompt, headings: bool) -> str:
+    """The answers as plain text, with a heading above each where there are several."""
+    parts = []
+    for choice in output.outputs:
+        number = f"{prompt.request_id}.{choice.index}" if len(output.outputs) > 1 else prompt.request_id
+        parts += [f"== {number}: {prompt.heading}"] if headings else []
+        parts.append(choice.text)
+    return "\n".join(parts)
 
 
 def cut_short(outputs: Sequence[RequestOutput]) -> str | None:

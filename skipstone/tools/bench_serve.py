@@ -13,7 +13,7 @@ import msgspec
 from skipstone.errors import ConfigError
 from skipstone.models.locate import shipped_prompts
 from skipstone.serve.cli_options import Command, Settings
-from skipstone.serve.cli_output import check_writable, note
+from skipstone.serve.cli_output import check_writable, note, writing
 from skipstone.serve.cli_prompts import read_file
 from skipstone.serve.server_config import ServerConfig
 from skipstone.tools.check import positive
@@ -62,11 +62,13 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     load_report.render(runs)
     if args.html is not None:
         title = f"{load.model}: {args.requests} requests at each rate"
-        Path(args.html).write_text(load_report.page(title, facts, runs, values), encoding="utf-8")
+        with writing(args.html, "--html"):
+            Path(args.html).write_text(load_report.page(title, facts, runs, values), encoding="utf-8")
         note(f"wrote {args.html}")
     line = json.dumps({"bench": "serve", **facts, "runs": runs})
     if args.json is not None:
-        Path(args.json).write_text(line + "\n", encoding="utf-8")
+        with writing(args.json):
+            Path(args.json).write_text(line + "\n", encoding="utf-8")
     print(line)
     return 0
 

@@ -12,7 +12,7 @@ from skipstone.config import EngineConfig
 from skipstone.errors import ConfigError
 from skipstone.models.locate import locate
 from skipstone.serve.cli_options import Command, Settings
-from skipstone.serve.cli_output import check_writable
+from skipstone.serve.cli_output import check_writable, writing
 from skipstone.spec_config import LARGEST_K
 
 if TYPE_CHECKING:
@@ -42,7 +42,8 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
         print(encode(report))
     else:
         if args.json:
-            Path(args.json).write_text(encode(report) + "\n")
+            with writing(args.json):
+                Path(args.json).write_text(encode(report) + "\n")
         render(report)
     return 0 if report.equal else DIFFERENT
 

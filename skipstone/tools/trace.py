@@ -13,7 +13,7 @@ from skipstone.core.request import SamplingParams
 from skipstone.errors import RequestError
 from skipstone.models.locate import locate
 from skipstone.serve.cli_options import Command, Settings
-from skipstone.serve.cli_output import check_writable
+from skipstone.serve.cli_output import check_writable, writing
 from skipstone.serve.cli_prompts import Prompt, check_sampling, read_vocab_size
 
 MAX_TOKENS = 64
@@ -38,7 +38,8 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
         print(encoded.decode())
     else:
         if args.json:
-            Path(args.json).write_bytes(encoded + b"\n")
+            with writing(args.json):
+                Path(args.json).write_bytes(encoded + b"\n")
         render(report)
     return 0
 

@@ -12,7 +12,7 @@ from skipstone.config import EngineConfig
 from skipstone.errors import ConfigError
 from skipstone.models.locate import locate
 from skipstone.serve.cli_options import Command, Settings
-from skipstone.serve.cli_output import check_writable, note
+from skipstone.serve.cli_output import check_writable, note, writing
 from skipstone.spec_config import LARGEST_K, check_rates
 from skipstone.tools.check import ENGINE_OPTIONS, add_prompt_arguments, numbers, positive, reals
 
@@ -43,9 +43,9 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     config = settings.engine_config()
     locate(config.model)
     options = read_options(args)
-    for target in (args.output, args.json, args.plot):
-        if target not in (None, "-"):
-            check_writable(target)
+    for flag, target in (("--output", args.output), ("--json", args.json), ("--plot", args.plot)):
+        if target is not None and not (flag == "--json" and target == "-"):
+            check_writable(target, flag)
     from skipstone.tools.tune_report import plot, render  # torch takes seconds to import; errors above come first
     from skipstone.tools.tune_run import tune
 
@@ -54,14 +54,18 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
         print(_encoded(report))
     else:
         if args.json:
-            Path(args.json).write_text(_encoded(report) + "\n")
+            with writing(args.json):
+                Path(args.json).write_text(_encoded(report) + "\n")
         render(report)
     if args.output:
-        Path(args.output).write_bytes(msgspec.json.format(msgspec.json.encode(report.table)) + b"\n")
+        with writing(args.output, "--output"):
+            Path(args.output).write_bytes(msgspec.json.format(msgspec.json.encode(report.table)) + b"\n")
         note(f"wrote {args.output}; use it with --k-table {args.output}")
     picture = args.plot or (str(Path(args.output).with_suffix(".png")) if args.output else None)
     if picture:
-        note(plot(report, picture))
+        with writing(picture, "--plot"):
+            remark = plot(report, picture)
+        note(remark)
     return 0
 
 
