@@ -29,6 +29,7 @@ DraftSampling = Literal["coupled", "greedy", "independent"]
 IndexKeys = Literal["model", "fp8"]
 Rule = Literal["exact", "rejection", "block"]
 PositiveInt = Annotated[int, Meta(ge=1)]
+Threads = Annotated[int, Meta(ge=1, le=1024)]  # far more end the process in the libraries that start them
 PositiveFloat = Annotated[float, Meta(gt=0)]
 
 VARIABLE_PREFIX = "SKIPSTONE_"
@@ -69,7 +70,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         str | None, Meta(description="for benchmarks: accept by these rates per position, as in 0.8,0.6; text is void")
     ] = None
     k_table: Annotated[str | None, Meta(description="file with the best k per batch size, written by tune")] = None
-    num_threads: Annotated[PositiveInt | None, Meta(description="CPU threads; default: torch's own choice")] = None
+    num_threads: Annotated[Threads | None, Meta(description="CPU threads; default: torch's own choice")] = None
 
 
 class Option(msgspec.Struct, frozen=True):
@@ -193,6 +194,8 @@ def _kind(members: list[msgspec.inspect.Type]) -> tuple[Kind, str]:
 
 
 def _bounds(node: msgspec.inspect.IntType | msgspec.inspect.FloatType) -> str:
+    if node.ge is not None and node.le is not None:
+        return f" from {node.ge} to {node.le}"
     if node.ge is not None:
         return f" of at least {node.ge}"
     if node.gt is not None:

@@ -129,6 +129,9 @@ BAD_REQUESTS = {
     "file": (["-f", "absent.txt"], ["-f absent.txt cannot be read", "No such file"]),
     "suffix": (["-f", "prompts.csv"], ["prompts.csv", ".txt", ".jsonl"]),
     "target": (["-p", "x", "--json", "/nowhere/out.jsonl"], ["--json /nowhere/out.jsonl", "does not exist"]),
+    "threads": (["-p", "x", "--num-threads", "100000"], ["num_threads=100000 (from --num-threads)", "from 1 to 1024"]),
+    "cache": (["-p", "x", "--cache-memory-gb", "1e9"], ["cache_memory_gb=1000000000.0 makes", "bytes are free"]),
+    "blocks": (["-p", "x", "--num-blocks", "1G"], ["num_blocks=1073741824 makes", "bytes are free"]),
     "context": (["-p", "x", "--max-model-len", "1M"], ["max_model_len=1048576", "lower it"]),
     "long": (["-q", "-p", "x", "-p", "y" * 70, "--max-model-len", "64"], ["-p: the prompt has 70", "max_model_len=64"]),
 }

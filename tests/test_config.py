@@ -33,6 +33,7 @@ def settings(*arguments: str, environ: dict[str, str] | None = None, verb: str =
         ({"cache_memory_gb": math.nan}, "cache_memory_gb=nan must be a number above 0 or none"),
         ({"cache_memory_gb": -1}, "cache_memory_gb=-1 must be a number above 0 or none"),
         ({"model": 3}, "model=3 must be text"),
+        ({"num_threads": 10**9}, "num_threads=1000000000 must be a whole number from 1 to 1024 or none"),
     ],
 )
 def test_a_bad_option_is_named_with_what_is_allowed(options: dict[str, Any], message: str) -> None:

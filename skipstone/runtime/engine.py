@@ -18,7 +18,7 @@ from skipstone.models.loader import Build, ModelInfo, build_model, with_index_ke
 from skipstone.runtime.block_pool import BlockPool
 from skipstone.runtime.device_loop import DeviceStep
 from skipstone.runtime.dry_run import LargestStep, measure_room
-from skipstone.runtime.memory import CachePlan, Room, choose_block_size, plan_caches
+from skipstone.runtime.memory import CachePlan, Room, check_fits, choose_block_size, plan_caches
 from skipstone.runtime.runner import ModelRunner, StepHandle
 from skipstone.runtime.scheduler import Scheduler
 from skipstone.runtime.speculation import Surroundings, make_speculation
@@ -64,6 +64,7 @@ class Engine:
                 f"block_size={self.caches.block_size} and the {proposer.needs.next_tokens} MTP modules of "
                 f"spec={config.spec} cannot be combined with prefix_caching; raise it or pass --no-prefix-caching"
             )
+        check_fits(self.caches, config, self.device)
         memory = CacheMemory(self.caches.num_blocks, self.caches.block_size, self.dtype, self.device)
         self.runner = ModelRunner(self.model, memory, config.exact, self.kernels.ops, self.speculation, observer)
         self.pool = BlockPool(self.caches.num_blocks, self.caches.block_size)

@@ -59,6 +59,19 @@ def choose_block_size(config: EngineConfig, model: ModelConfig, draft_unit: int 
     return block_size
 
 
+def check_fits(plan: CachePlan, config: EngineConfig, device: torch.device) -> None:
+    """Raise ConfigError when caches whose size was asked for take more than is free."""
+    name = "num_blocks" if config.num_blocks else "cache_memory_gb"
+    asked = getattr(config, name)
+    if asked is None:
+        return
+    if device.type != "cpu":
+        torch.cuda.empty_cache()  # what torch keeps for later is free too
+    wanted, free = plan.num_blocks * plan.block_size * plan.bytes_per_token, free_memory_bytes(device)
+    if wanted > free:
+        raise ConfigError(f"{name}={asked} makes caches of {wanted:,} bytes, but {free:,} bytes are free; lower it")
+
+
 class Room(NamedTuple):
     """Memory that caches may take when nothing else is asked."""
 
