@@ -217,6 +217,26 @@ class TestGenerate:
         assert "max_tokens=4 (--max-tokens)" in result.err
         assert "finish_reason length" in result.err
 
+    @pytest.mark.parametrize(
+        ("arguments", "words"),
+        [
+            (["--max-tokens", "4"], "length); --max-tokens raises it"),
+            (["--num-blocks", "1"], "that is max_model_len=32, prompt included: the caches hold no more (num_blocks)"),
+            (["--max-model-len", "40"], "that is max_model_len=40, prompt included: --max-model-len raises it"),
+        ],
+    )
+    def test_the_limit_that_ended_an_answer_is_named(
+        self, run: Callable[..., Result], model: Path, arguments: list[str], words: str
+    ) -> None:
+        err = run("generate", model, "-p", "abc", "--ignore-eos", *arguments).err
+        assert words in err.splitlines()[-1]
+        assert ("--max-tokens" in err.splitlines()[-1]) == (arguments[0] == "--max-tokens")
+
+    def test_limits_of_several_answers(self, run: Callable[..., Result], model: Path) -> None:
+        prompts = ["-p", "abc", "-p", "a" * 38]
+        err = run("generate", model, *prompts, "--ignore-eos", "--max-tokens", "4", "--max-model-len", "40").err
+        assert "2 of 2 answers ended" in err and "--max-tokens raises it; for 1 that is max_model_len=40" in err
+
     def test_quiet_is_quiet(self, run: Callable[..., Result], model: Path) -> None:
         assert run("generate", model, "-p", "abc", "--max-tokens", "4", "-q").err == ""
 

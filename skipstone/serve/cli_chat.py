@@ -81,7 +81,7 @@ class Conversation:
                     answer += event.text
                     print(event.text, end="", flush=True)
                     if event.output is not None:
-                        remark, spoken = cut_short([event.output]), event.output.outputs[0]
+                        remark, spoken = cut_short(self.llm, [event.output]), event.output.outputs[0]
                     if self.interrupts.requested:
                         break
         print(flush=True)

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
             with Results(args.json, prompts, several) as results, redirect_stdout(sys.stderr):
                 bar = not args.quiet and sys.stderr.isatty()
                 outputs = llm.generate(inputs, params, progress=bar, on_output=results.take)
-        remark = cut_short(outputs)
+        remark = cut_short(llm, outputs)
         if remark and not args.quiet:
             note(remark)
         if args.stats:

@@ -23,6 +23,7 @@ from skipstone.serve.cli_options import DEFAULT, Settings
 
 if TYPE_CHECKING:
     from skipstone.core.speculation import SpeculationStats
+    from skipstone.llm import LLM
     from skipstone.outputs import CompletionOutput, RequestOutput
     from skipstone.serve.cli_prompts import Prompt
 
@@ -164,14 +165,30 @@ def _text(output: RequestOutput, prompt: Prompt, headings: bool) -> str:
     return "\n".join(parts)
 
 
-def cut_short(outputs: Sequence[RequestOutput]) -> str | None:
-    """A remark when answers ended at a limit and not by themselves."""
-    reasons = [choice.finish_reason for output in outputs for choice in output.outputs]
-    cut = reasons.count("length")
+def cut_short(llm: LLM, outputs: Sequence[RequestOutput]) -> str | None:
+    """A remark when answers ended at a limit and not by themselves: at which, and what raises it."""
+    longest = llm.engine.caches.max_model_len
+    choices = [(output, choice) for output in outputs for choice in output.outputs]
+    cut = [(output, choice) for output, choice in choices if choice.finish_reason == "length"]
     if not cut:
         return None
-    what = "the answer" if len(reasons) == 1 else f"{cut} of {len(reasons)} answers"
-    return f"{what} ended at the length limit (finish_reason length); --max-tokens raises it"
+    full = sum(len(output.prompt_token_ids) + len(choice.token_ids) >= longest for output, choice in cut)
+    what = "the answer" if len(choices) == 1 else f"{len(cut)} of {len(choices)} answers"
+    parts = ["--max-tokens raises it"] if full < len(cut) else []
+    if full:
+        where = "that is" if full == len(cut) else f"for {full} that is"
+        parts.append(f"{where} max_model_len={longest}, prompt included: {_raises_context(llm)}")
+    return f"{what} ended at the length limit (finish_reason length); {'; '.join(parts)}"
+
+
+def _raises_context(llm: LLM) -> str:
+    caches, most = llm.engine.caches, llm.info.config.max_position_embeddings
+    if caches.max_model_len == most:
+        return "the model has no more positions"
+    if llm.config.max_model_len is not None:
+        return "--max-model-len raises it"
+    flag = "--num-blocks" if llm.config.num_blocks is not None else "--cache-memory-gb"
+    return f"the caches hold no more ({caches.reason}), {flag} raises it"
 
 
 def speculation_object(stats: SpeculationStats) -> dict[str, Any]:
