@@ -20,7 +20,7 @@ from msgspec import Meta
 
 from skipstone.errors import ConfigError
 from skipstone.spec_config import FORMS as SPEC_FORMS
-from skipstone.spec_config import SpecConfig, parse_spec
+from skipstone.spec_config import SpecConfig, parse_spec, read_rates
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -239,7 +239,10 @@ _ALSO_IN_SPEC = {
 
 
 def read_spec(config: EngineConfig) -> SpecConfig:
-    """The `spec` option. Raises ConfigError for one that cannot be read, or that sets what an option sets too."""
+    """The `spec` option, with rates from `simulate_acceptance`.
+
+    Raises ConfigError for one that cannot be read, or that sets what an option sets too.
+    """
     spec = parse_spec(config.spec)
     for option, (field, key) in _ALSO_IN_SPEC.items():
         value = getattr(config, option)
@@ -247,4 +250,6 @@ def read_spec(config: EngineConfig) -> SpecConfig:
             raise ConfigError(
                 f"{option}={value} and {key} in spec={config.spec!r} set the same thing; keep one of them"
             )
+    if config.simulate_acceptance is not None:
+        spec = msgspec.structs.replace(spec, acceptance_rates=read_rates(config.simulate_acceptance))
     return spec

@@ -27,6 +27,7 @@ from skipstone.session import Choice, Session
 Prompt = str | list[int]
 Messages = Sequence[dict[str, Any]]
 Stream = Generator[StreamEvent, None, None]
+OnOutput = Callable[[int, RequestOutput], None]
 SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -52,7 +53,7 @@ class LLM:
         self.tokenizer = Tokenizer(self.folder) if (self.folder / "tokenizer.json").exists() else None
         generation_file = self.folder / "generation_config.json"
         self._generation = read_json(generation_file, "it may be deleted") if generation_file.exists() else {}
-        self.eos_token_ids = _eos_token_ids(self._generation, self.info.raw, self.info.config.vocab_size)
+        self.eos_token_ids = eos_token_ids(self._generation, self.info.raw, self.info.config.vocab_size)
         self._grammars = GrammarCompiler(self.folder, self.info.config.vocab_size, self.eos_token_ids)
         self.engine = Engine(self.info, self.config, observer)
         self._sessions: dict[str, tuple[Session, Choice]] = {}
@@ -110,7 +111,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: bool = True,
-        on_output: Callable[[int, RequestOutput], None] | None = None,
+        on_output: OnOutput | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts (texts or token ids); results come in the order of the prompts.
 
@@ -279,12 +280,7 @@ class LLM:
             self.engine.abort(request)
             self._sessions.pop(request.request_id, None)
 
-    def _run(
-        self,
-        sessions: list[Session],
-        progress: bool,
-        on_output: Callable[[int, RequestOutput], None] | None = None,
-    ) -> list[RequestOutput]:
+    def _run(self, sessions: list[Session], progress: bool, done: OnOutput | None = None) -> list[RequestOutput]:
         self._submit(sessions)
         places = {session.session_id: place for place, session in enumerate(sessions)}
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -298,8 +294,8 @@ class LLM:
                     for event in self.step():
                         if event.output is not None and event.request_id in places:
                             bar.advance(task)
-                            if on_output is not None:
-                                on_output(places[event.request_id], event.output)
+                            if done is not None:
+                                done(places[event.request_id], event.output)
         except BaseException:
             self._withdraw([choice.request for session in sessions for choice in session.choices])
             raise
@@ -319,7 +315,7 @@ class LLM:
             self._withdraw([choice.request for choice in session.choices])
 
 
-def _eos_token_ids(generation: dict[str, Any], raw: dict[str, Any], vocab_size: int) -> frozenset[int]:
+def eos_token_ids(generation: dict[str, Any], raw: dict[str, Any], vocab_size: int) -> frozenset[int]:
     """Ids that end a text: from generation_config.json, else config.json. Raises ConfigError for an id out of range."""
     value = generation.get("eos_token_id", raw.get("eos_token_id"))
     if value is None:

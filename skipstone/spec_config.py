@@ -81,6 +81,16 @@ def _checked(spec: SpecConfig, text: str) -> SpecConfig:
     return spec
 
 
+def read_rates(text: str) -> list[float]:
+    """The value of `simulate_acceptance`. Raises ConfigError."""
+    try:
+        rates = [float(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"simulate_acceptance={text!r} must list numbers, as in 0.8,0.6,0.45") from None
+    check_rates(rates, f"simulate_acceptance={text}")
+    return rates
+
+
 def check_rates(rates: list[float], text: str) -> None:
     """Check unconditional acceptance rates per position. Raises ConfigError."""
     falling = all(a >= b for a, b in zip([1.0, *rates], rates, strict=False))

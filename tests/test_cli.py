@@ -137,6 +137,22 @@ BAD_REQUESTS = {
 }
 
 
+# Without the model's weights, so before they are loaded.
+BAD_FROM_THE_START = {
+    "regex": (["--regex", "("], ["regex", "cannot be used"]),
+    "schema": (["--json-schema", "{"], ["json_schema='{'", "not valid JSON"]),
+    "table": (["--k-table", "nofile"], ["k_table=nofile cannot be read"]),
+    "no table": (["--spec", "ngram:auto"], ["takes k from a table", "--k-table FILE"]),
+    "rates": (["--simulate-acceptance", "x"], ["simulate_acceptance='x' must list numbers"]),
+    "rising rates": (["--simulate-acceptance", "0.2,0.9"], ["simulate_acceptance=0.2,0.9", "never rise"]),
+    "head": (["--spec", "eagle3:nofolder:3"], ["spec=eagle3: nofolder is not a folder"]),
+    "no head": (["--spec", "dflash:3"], ["spec=dflash needs a folder"]),
+    "draft model": (["--spec", "draft:nofolder:3"], ["spec=draft: model=nofolder is neither a folder"]),
+    "device": (["--device", "cuda"], ["device='cuda'", "--device cpu"]),
+    "kernels": (["--device", "cpu", "--kernels", "triton"], ["kernels='triton' and device='cpu' cannot be combined"]),
+}
+
+
 class TestErrors:
     """Exit code 2 and one line: the field, its value, the way out."""
 
@@ -158,6 +174,18 @@ class TestErrors:
     def test_request(self, run: Callable[..., Result], model: Path, name: str) -> None:
         arguments, words = BAD_REQUESTS[name]
         self.check(run("generate", model, *arguments), words)
+
+    @pytest.mark.parametrize("name", BAD_FROM_THE_START)
+    def test_before_the_model_is_loaded(
+        self, run: Callable[..., Result], model: Path, name: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+        arguments, words = BAD_FROM_THE_START[name]
+        folder = DEMO if name == "regex" else model  # whose tokenizer the grammar's library can read
+        result = run("generate", folder, "-p", "x", *arguments)
+        self.check(result, words)
+        assert "loading" not in result.err
 
     def test_truncated_shard_gives_expected_and_actual_bytes(
         self, run: Callable[..., Result], model: Path, tmp_path: Path

@@ -36,7 +36,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "serve.structured": (*BASE, "core"),
     "session": (*DATA, "kernels.reference.sampling", "runtime", "serve.text", "serve.structured"),
     "llm": (*DATA, "attention", "models", "spec", "runtime", "serve.text", "serve.structured", "session"),
-    "serve": (*DATA, "runtime", "models.base", "models.loader", "models.locate", "llm", "session"),
+    "serve": (*DATA, "kernels.dispatch", "runtime", "models.base", "models.loader", "models.locate", "llm", "session"),
     # Programs about the kernels themselves.
     **dict.fromkeys(
         ("tools.op_inputs", "tools.op_cases", "tools.op_run", "tools.kernel_run", "tools.kernel_peer"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from skipstone.errors import CheckpointError
+from skipstone.errors import CheckpointError, ConfigError
 
 DEMOS = ("demo", "demo-dsa")
 HEAD_FOLDERS = ("eagle3", "dflash", "draft")
@@ -42,6 +42,30 @@ def heads_beside(folder: Path) -> dict[str, Path]:
     """Draft heads and draft models that lie beside a model's folder, by method: MODEL-eagle3, MODEL-dflash."""
     found = {method: folder.resolve().with_name(f"{folder.resolve().name}-{method}") for method in HEAD_FOLDERS}
     return {method: place for method, place in found.items() if (place / "config.json").is_file()}
+
+
+def head_folder(method: str, named: str | None, model: Path) -> Path:
+    """The folder of a draft head or draft model: the one that is named, else the one beside the model's folder.
+
+    Raises ConfigError, or CheckpointError for a draft model, when there is none.
+    """
+    if named is None:
+        beside = heads_beside(model).get(method)
+        if beside is None:
+            raise ConfigError(
+                f"spec={method} needs a folder: pass {method}:FOLDER:K (none lies beside the model as "
+                f"{model.name}-{method})"
+            )
+        return beside
+    if method == "draft":
+        try:
+            return locate(named)
+        except CheckpointError as error:
+            raise CheckpointError(f"spec=draft: {error}") from None
+    folder = Path(named).expanduser()
+    if not folder.is_dir():
+        raise ConfigError(f"spec={method}: {folder} is not a folder; name the one that holds the head's config.json")
+    return folder
 
 
 def _demo(name: str) -> Path:

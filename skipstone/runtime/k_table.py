@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from skipstone.config import EngineConfig, read_spec
 from skipstone.errors import ConfigError
 from skipstone.spec_config import LARGEST_K, SpecConfig, parse_spec
 
@@ -61,6 +62,17 @@ def read_k_table(path: str) -> KTable:
     return table
 
 
+def asked_spec(config: EngineConfig) -> tuple[SpecConfig, KTable | None]:
+    """What to draft with, and the table that says how far. Raises ConfigError for options that do not fit together."""
+    spec = read_spec(config)
+    if config.k_table is not None:
+        table = read_k_table(config.k_table)
+        return with_table(spec, table, config.spec), table
+    if spec.k_from_table:
+        raise ConfigError(f"spec={config.spec!r} takes k from a table; pass --k-table FILE, written by tune")
+    return spec, None
+
+
 def with_table(spec: SpecConfig, table: KTable, text: str) -> SpecConfig:
     """The proposer to use with a table, with the most drafts that any batch size wants.
 
@@ -70,7 +82,7 @@ def with_table(spec: SpecConfig, table: KTable, text: str) -> SpecConfig:
     if spec.method == "off":
         raise ConfigError(f"spec={text!r} and k_table exclude each other; leave one of them out")
     if spec.method == "auto":
-        spec = msgspec.structs.replace(ours, k=spec.k)
+        spec = msgspec.structs.replace(spec, method=ours.method, folder=ours.folder)
     elif spec.method != ours.method:
         raise ConfigError(f"spec={text!r}, but k_table was made for {table.spec!r}; use that, or make another table")
     return spec if spec.k is not None else msgspec.structs.replace(spec, k=table.largest)

@@ -18,7 +18,7 @@ from skipstone.models.loader import (
     read_model_info,
     tensor_names,
 )
-from skipstone.models.locate import heads_beside, locate
+from skipstone.models.locate import head_folder
 from skipstone.registry import MODELS
 from skipstone.runtime.speculation import Surroundings
 from skipstone.spec.dflash import DflashProposer
@@ -62,8 +62,9 @@ def make_dflash(spec: SpecConfig, around: Surroundings) -> Proposer:
 
 def make_draft(spec: SpecConfig, around: Surroundings) -> Proposer:
     """Any language model of the registry that has the target's vocabulary."""
+    folder = head_folder("draft", spec.folder, around.info.folder)
     try:
-        info = read_model_info(locate(spec.folder) if spec.folder else _beside("draft", around.info))
+        info = read_model_info(folder)
     except CheckpointError as error:
         raise CheckpointError(f"spec=draft: {error}") from None
     _compare_vocabularies(info, around.info)
@@ -74,9 +75,7 @@ def make_draft(spec: SpecConfig, around: Surroundings) -> Proposer:
 
 def _open(spec: SpecConfig, info: ModelInfo, architecture: str, method: str) -> HeadFolder:
     """The head's folder. Raises ConfigError when it is not named, does not exist or holds something else."""
-    folder = Path(spec.folder).expanduser() if spec.folder else _beside(method, info)
-    if not folder.is_dir():
-        raise ConfigError(f"spec={method}: {folder} is not a folder; name the one that holds the head's config.json")
+    folder = head_folder(method, spec.folder, info.folder)
     raw = read_json(folder / "config.json", "a draft head's folder needs the config.json of its release")
     where = f"{folder.name}/config.json"
     kind = raw.get("speculators_model_type")
@@ -97,16 +96,6 @@ def _hint(found: object) -> str:
     if method:
         return f"use {method}:FOLDER:K for it"
     return "it must be ['LlamaForCausalLMEagle3'] or speculators' eagle3 for eagle3, ['DFlashDraftModel'] for dflash"
-
-
-def _beside(method: str, info: ModelInfo) -> Path:
-    found = heads_beside(info.folder).get(method)
-    if found is None:
-        raise ConfigError(
-            f"spec={method} needs a folder: pass {method}:FOLDER:K (none lies beside the model as "
-            f"{info.folder.name}-{method})"
-        )
-    return found
 
 
 def _fill(model: WeightedModel, folder: Path) -> None:

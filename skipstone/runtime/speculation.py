@@ -7,21 +7,21 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from skipstone.config import EngineConfig, read_spec
+from skipstone.config import EngineConfig
 from skipstone.errors import ConfigError, UnsupportedError
 from skipstone.kernels.ops import Ops, use_ops
 from skipstone.models.base import CausalLM, DraftHead, WeightedModel
 from skipstone.models.loader import ModelInfo, fill_weights
 from skipstone.registry import DRAFT_HEADS, PROPOSERS
 from skipstone.runtime.available import count_mtp_modules
-from skipstone.runtime.k_table import KTable, read_k_table, with_table
+from skipstone.runtime.k_table import KTable, asked_spec
 from skipstone.spec.choose import DraftChooser
 from skipstone.spec.hidden_state import HiddenStateProposer
 from skipstone.spec.ngram import NgramProposer
 from skipstone.spec.proposer import Proposer
 from skipstone.spec.several_modules import SeveralModulesProposer
 from skipstone.spec.verify import Verifier
-from skipstone.spec_config import SpecConfig, check_rates
+from skipstone.spec_config import SpecConfig
 
 DEFAULT_K = {"mtp": 3, "eagle3": 3, "ngram": 4, "draft": 4}
 
@@ -79,13 +79,8 @@ def make_speculation(config: EngineConfig, around: Surroundings) -> Speculation:
 
     Raises ConfigError, CheckpointError, or UnsupportedError naming both features that cannot work together.
     """
-    spec, table = read_spec(config), None
-    if config.k_table is not None:
-        table = read_k_table(config.k_table)
-        spec = with_table(spec, table, config.spec)
-    elif spec.k_from_table:
-        raise ConfigError(f"spec={config.spec!r} takes k from a table; pass --k-table FILE, written by tune")
-    rates = _rates(config, spec)
+    spec, table = asked_spec(config)
+    rates = _conditional(spec.acceptance_rates)
     method, reason = spec.method, "as asked"
     if method == "auto":
         method, reason = _choose(around.info)
@@ -128,17 +123,8 @@ def _choose(info: ModelInfo) -> tuple[Any, str]:
     return "off", "auto: the files hold no MTP tensors"
 
 
-def _rates(config: EngineConfig, spec: SpecConfig) -> list[float] | None:
-    """Conditional acceptance rates per position, if acceptance is simulated."""
-    rates = spec.acceptance_rates
-    if config.simulate_acceptance is not None:
-        try:
-            rates = [float(part) for part in config.simulate_acceptance.split(",")]
-        except ValueError:
-            raise ConfigError(
-                f"simulate_acceptance={config.simulate_acceptance!r} must list numbers, as in 0.8,0.6,0.45"
-            ) from None
-        check_rates(rates, f"simulate_acceptance={config.simulate_acceptance}")
+def _conditional(rates: list[float] | None) -> list[float] | None:
+    """Acceptance rates per position, each given that the drafts before were accepted; if acceptance is simulated."""
     if rates is None:
         return None
     before = [1.0, *rates]

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 from skipstone.config import EngineConfig
 from skipstone.core.request import SamplingParams
 from skipstone.errors import RequestError
-from skipstone.models.locate import locate
-from skipstone.serve.cli_model import open_model
+from skipstone.serve.cli_model import check_engine, check_grammars, open_model
 from skipstone.serve.cli_options import Command, Settings
 from skipstone.serve.cli_output import cut_short, note, speculation_line
 from skipstone.serve.cli_prompts import read_vocab_size
@@ -95,8 +94,9 @@ class Conversation:
 
 def run(args: argparse.Namespace, settings: Settings) -> int:
     """Converse until the end of input, /exit, or Ctrl-C twice."""
-    folder = locate(settings.engine_config().model)
+    folder = check_engine(settings.engine_config())
     settings.sampling_params().validate(read_vocab_size(folder) or 2**31)
+    check_grammars(folder, [settings.sampling_params()])
     if settings.values["n"] != 1:
         raise RequestError(f"n={settings.values['n']} has no meaning in a conversation; leave --n out")
     with open_model(settings, args.quiet) as (llm, resolved):

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from skipstone.models.locate import locate
+from skipstone.config import EngineConfig
+from skipstone.core.request import SamplingParams
+from skipstone.models.locate import head_folder, locate
+from skipstone.runtime.k_table import asked_spec
 from skipstone.serve.cli_options import Settings
 from skipstone.serve.cli_output import note, sampling_line, show_card
+from skipstone.spec_config import NEED_FOLDER
 
 if TYPE_CHECKING:
     from skipstone.core.observer import Observer
@@ -24,7 +29,7 @@ def open_model(settings: Settings, quiet: bool, observer: Observer | None = None
     Raises CheckpointError, ConfigError or UnsupportedError for a model that cannot be loaded.
     """
     config = settings.engine_config()
-    folder = locate(config.model)
+    folder = check_engine(config)
     if not quiet:
         size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
         note(f"loading {folder} ({size / 1e6:,.1f} MB of weights)")
@@ -41,6 +46,40 @@ def open_model(settings: Settings, quiet: bool, observer: Observer | None = None
         yield llm, settings
     finally:
         llm.close()
+
+
+def check_engine(config: EngineConfig) -> Path:
+    """The model's folder, after what can be told without loading it: the spec, its files, the device, the kernels.
+
+    Raises what loading would raise.
+    """
+    folder = locate(config.model)
+    spec, _ = asked_spec(config)
+    if spec.method in NEED_FOLDER and spec.k != 0:
+        head_folder(spec.method, spec.folder, folder)
+    if config.device != "auto" or config.kernels != "auto":
+        from skipstone.kernels.dispatch import choose_device, choose_dtype, choose_ops
+
+        device = choose_device(config.device)
+        choose_ops(device, config.kernels, config.exact, choose_dtype(config.dtype, device))
+    return folder
+
+
+def check_grammars(folder: Path, params: Sequence[SamplingParams]) -> None:
+    """Raise RequestError for a schema, an expression or a grammar that cannot be used with the model's tokenizer."""
+    wanted = [chosen for chosen in params if chosen.structured_output is not None]
+    if not wanted:
+        return
+    from skipstone.llm import eos_token_ids
+    from skipstone.models.loader import read_json, read_model_info
+    from skipstone.serve.structured import GrammarCompiler
+
+    info, file = read_model_info(folder), folder / "generation_config.json"
+    generation = read_json(file, "it may be deleted") if file.exists() else {}
+    size = info.config.vocab_size
+    grammars = GrammarCompiler(folder, size, eos_token_ids(generation, info.raw, size))
+    for chosen in wanted:
+        grammars.compile(chosen)
 
 
 def with_generation_config(settings: Settings) -> Settings:

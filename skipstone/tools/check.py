@@ -10,7 +10,7 @@ import msgspec
 
 from skipstone.config import EngineConfig
 from skipstone.errors import ConfigError
-from skipstone.models.locate import locate
+from skipstone.serve.cli_model import check_engine
 from skipstone.serve.cli_options import Command, Settings
 from skipstone.serve.cli_output import check_writable, writing
 from skipstone.spec_config import LARGEST_K
@@ -29,7 +29,7 @@ ENGINE_OPTIONS = (
 def run(args: argparse.Namespace, settings: Settings) -> int:
     """Run every pair; exit code 0 when nothing differs, 1 otherwise."""
     config = settings.engine_config()
-    locate(config.model)
+    check_engine(config)
     ks = numbers(args.k, "--k", 0, LARGEST_K)
     temperatures = [float(value) for value in reals(args.temperature, "--temperature")]
     if args.json not in (None, "-"):

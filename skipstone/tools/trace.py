@@ -11,7 +11,7 @@ import msgspec
 from skipstone.config import EngineConfig
 from skipstone.core.request import SamplingParams
 from skipstone.errors import RequestError
-from skipstone.models.locate import locate
+from skipstone.serve.cli_model import check_engine
 from skipstone.serve.cli_options import Command, Settings
 from skipstone.serve.cli_output import check_writable, writing
 from skipstone.serve.cli_prompts import Prompt, check_sampling, read_vocab_size
@@ -23,7 +23,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     """Complete one prompt and print its trace."""
     prompt = _read_prompt(args)
     config, params = settings.engine_config(), settings.sampling_params()
-    folder = locate(config.model)
+    folder = check_engine(config)
     if args.json not in (None, "-"):
         check_writable(args.json)
     if params.n != 1:

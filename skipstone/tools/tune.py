@@ -10,7 +10,7 @@ import msgspec
 
 from skipstone.config import EngineConfig
 from skipstone.errors import ConfigError
-from skipstone.models.locate import locate
+from skipstone.serve.cli_model import check_engine
 from skipstone.serve.cli_options import Command, Settings
 from skipstone.serve.cli_output import check_writable, note, writing
 from skipstone.spec_config import LARGEST_K, check_rates
@@ -41,7 +41,7 @@ class TuneOptions(msgspec.Struct, kw_only=True):
 def run(args: argparse.Namespace, settings: Settings) -> int:
     """Measure, predict, print, write."""
     config = settings.engine_config()
-    locate(config.model)
+    check_engine(config)
     options = read_options(args)
     for flag, target in (("--output", args.output), ("--json", args.json), ("--plot", args.plot)):
         if target is not None and not (flag == "--json" and target == "-"):
