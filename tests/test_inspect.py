@@ -15,6 +15,8 @@ from oracles.tiny import Tiny
 from oracles.tiny_heads import write_head
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from skipstone import LLM
 from skipstone.errors import CheckpointError
@@ -165,6 +167,31 @@ def test_files_beside_the_weights(copy: Callable[[str], Path]) -> None:
     assert (found.tokenizer, found.chat_template, found.licences) == (True, "tokenizer_config.json", ["LICENSE.txt"])
     (folder / "chat_template.jinja").write_text("y")
     assert examine(folder, "auto").chat_template == "chat_template.jinja"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer.json", "{}", "tokenizer.json"),
+        ("tokenizer_config.json", "[1", "tokenizer_config.json"),
+        ("generation_config.json", "[]", "generation_config.json must hold a JSON object"),
+        ("generation_config.json", '{"temperature": "hot"}', "temperature=hot (from generation_config.json)"),
+        ("generation_config.json", '{"temperature": -5}', "generation_config.json: temperature=-5"),
+        ("generation_config.json", '{"eos_token_id": "x"}', "eos_token_id='x' is not an id"),
+    ],
+)
+def test_files_that_cannot_be_used(
+    copy: Callable[[str], Path], name: str, content: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = copy("m3")
+    Tokenizer(WordLevel({"a": 0}, unk_token="a")).save(str(folder / "tokenizer.json"))
+    assert cli.run(["inspect", str(folder)]) == 0
+    (folder / name).write_text(content)
+    capsys.readouterr()
+    assert cli.run(["inspect", str(folder)]) == 3
+    out = capsys.readouterr().out
+    assert message in out and "1 files that cannot be used" in out and "this checkpoint does not load" in out
+    assert cli.run(["generate", str(folder), "-p", "a", "--max-tokens", "1"]) == 2
 
 
 def enlarge(file: Path) -> None:

@@ -6,7 +6,6 @@ reported in one error.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,7 +80,7 @@ def shard_files(folder: Path) -> list[Path]:
     """The safetensors files of a folder, by its index when it has one. Raises CheckpointError for a missing shard."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        weight_map = json.loads(index.read_text()).get("weight_map", {})
+        weight_map = read_json(index, "it lists the weights").get("weight_map", {})
         files = [folder / name for name in sorted(set(weight_map.values()))]
     else:
         files = sorted(folder.glob("*.safetensors"))

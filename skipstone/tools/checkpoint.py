@@ -14,12 +14,16 @@ import msgspec
 import torch
 
 from skipstone.core.kv_cache import CacheSpec
+from skipstone.errors import RequestError, SkipstoneError
 from skipstone.kernels.dispatch import choose_device, choose_dtype
+from skipstone.llm import SAMPLING_KEYS, eos_token_ids
 from skipstone.models.base import CausalLM, DraftHead
-from skipstone.models.loader import ModelInfo, read_model_info, shard_files, with_index_keys
+from skipstone.models.loader import ModelInfo, read_json, read_model_info, shard_files, with_index_keys
 from skipstone.registry import DRAFT_HEADS
 from skipstone.runtime.available import candidates, count_mtp_modules
 from skipstone.runtime.memory import free_memory_bytes
+from skipstone.serve.cli_options import Settings
+from skipstone.serve.text import Tokenizer
 from skipstone.tools.headers import StoredTensor, read_header
 
 # The first pattern that a name contains decides its part.
@@ -87,6 +91,7 @@ class CheckpointReport(msgspec.Struct, frozen=True):
     missing: list[str]
     unexpected: list[str]
     other_shape: list[str]
+    unusable: list[str]
     declared_but_absent: list[str]
     mtp_modules_declared: int
     mtp_modules_present: int
@@ -98,8 +103,8 @@ class CheckpointReport(msgspec.Struct, frozen=True):
 
     @property
     def loads(self) -> bool:
-        """Whether every weight of the architecture is there, in its shape, and nothing else."""
-        return not (self.missing or self.unexpected or self.other_shape)
+        """Whether every weight is there, in its shape, and nothing else, and the files beside them can be used."""
+        return not (self.missing or self.unexpected or self.other_shape or self.unusable)
 
 
 def examine(folder: Path, dtype: str, index_keys: str = "model", device: str = "auto") -> CheckpointReport:
@@ -140,6 +145,7 @@ def examine(folder: Path, dtype: str, index_keys: str = "model", device: str = "
         missing=sorted(set(matched.slots) - matched.slots_filled()),
         unexpected=matched.unexpected,
         other_shape=matched.other_shape(),
+        unusable=_unusable(info),
         declared_but_absent=_absent(info, present),
         mtp_modules_declared=info.config.declared_mtp_modules,
         mtp_modules_present=present,
@@ -237,6 +243,29 @@ def _absent(info: ModelInfo, present: int) -> list[str]:
     """What config.json announces and the files do not hold."""
     declared = info.config.declared_mtp_modules
     return [] if present == declared else [f"config.json declares {declared} MTP modules, the files hold {present}"]
+
+
+def _unusable(info: ModelInfo) -> list[str]:
+    """What is wrong with the tokenizer's files and with generation_config.json, in the words of the engine."""
+    tokenizer, file = info.folder / "tokenizer.json", info.folder / "generation_config.json"
+    found = []
+    try:
+        if tokenizer.exists():
+            Tokenizer(info.folder)
+    except SkipstoneError as error:
+        found.append(str(error))
+    try:
+        generation = read_json(file, "it may be deleted") if file.exists() else {}
+        eos_token_ids(generation, info.raw, info.config.vocab_size)
+        if generation.get("do_sample") is not False:
+            given = {key: generation[key] for key in SAMPLING_KEYS if generation.get(key) is not None}
+            params = Settings({}, {}).with_checkpoint(given).sampling_params()
+            params.validate(info.config.vocab_size)
+    except RequestError as error:
+        found.append(f"generation_config.json: {error}")
+    except SkipstoneError as error:
+        found.append(str(error))
+    return found
 
 
 def _chat_template(folder: Path) -> str | None:

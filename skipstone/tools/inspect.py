@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from skipstone.config import EngineConfig
+from skipstone.errors import CheckpointError, SkipstoneError
 from skipstone.models.locate import locate
 from skipstone.serve.cli_options import Command, Settings
 
@@ -19,12 +20,22 @@ LISTED = 12  # names of one kind that are printed; --json lists them all
 
 
 def run(args: argparse.Namespace, settings: Settings) -> int:
-    """Print the report; exit code 3 when the checkpoint would not load. Errors as in `examine`."""
+    """Print the report; exit code 3 when the checkpoint would not load, an error's too. Errors as in `examine`."""
     config = settings.engine_config()
     folder = locate(config.model)
+    from skipstone.models.loader import read_model_info
     from skipstone.tools.checkpoint import examine  # imports torch, which errors above should not wait for
 
-    report = examine(folder, config.dtype, config.index_keys, config.device)
+    try:
+        read_model_info(folder)
+    except SkipstoneError as error:
+        error.exit_code = CHECK_FAILED
+        raise
+    try:
+        report = examine(folder, config.dtype, config.index_keys, config.device)
+    except CheckpointError as error:
+        error.exit_code = CHECK_FAILED
+        raise
     if args.json:
         print(msgspec.json.format(msgspec.json.encode(report)).decode())
     else:
@@ -90,6 +101,8 @@ def _problems(report: CheckpointReport) -> list[str]:
             lines.append(f"{len(names)} tensors {kind}:")
             lines += [f"  {name}" for name in names[:LISTED]]
             lines += [f"  and {len(names) - LISTED} more; --json lists all"] if len(names) > LISTED else []
+    if report.unusable:
+        lines += [f"{len(report.unusable)} files that cannot be used:", *(f"  {text}" for text in report.unusable)]
     verdict = "every weight is there: this checkpoint loads" if report.loads else "this checkpoint does not load"
     return [*lines, verdict]
 
