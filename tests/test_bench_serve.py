@@ -227,6 +227,11 @@ class TestCommand:
             (["--rates", "1,fast"], "--rates 1,fast must list numbers"),
             (["--rates", "0"], "--rates 0: every rate must be above 0"),
             (["--goodput", "ttft"], "--goodput ttft"),
+            (["--timeout", "0"], "--timeout: 0 must be a number above 0"),
+            (["--timeout", "-5"], "--timeout: -5 must be a number above 0"),
+            (["--timeout", "nan"], "--timeout: nan must be a number above 0"),
+            (["--seed", "-1"], "--seed: -1 must be at least 0"),
+            (["--warm-up", "-1"], "--warm-up: -1 must be at least 0"),
             (["--body", "[]"], "--body [] must be a JSON object"),
             (["--html", "/nowhere/page.html"], "--html /nowhere/page.html"),
             (["--prompts", "/nowhere.txt"], "--prompts /nowhere.txt cannot be read"),
@@ -236,7 +241,7 @@ class TestCommand:
     def test_errors(self, command: Run, options: list[str], words: str) -> None:
         with scripted(400) as server:
             code, _, err = command("--url", server.url, *options)
-        assert code == 2 and words in err
+        assert code == 2 and words in err and not server.bodies
 
     def test_a_server_that_refuses_ends_it_at_once(self, command: Run) -> None:
         with scripted(400) as server:

@@ -137,6 +137,8 @@ def test_what_print_config_prints_is_a_config_file(tmp_path: Path) -> None:
         ("- a\n- b", "must map option names to values"),
         ("a: b: c", "is not valid YAML"),
         ("top-k: 1\ntop_k: 2", "sets top_k twice"),
+        ("top_k: 1\nseed: 3\ntop_k: 1", "sets top_k twice"),
+        ("logit_bias:\n  5: 1\n  5: 2", "sets 5 twice"),
     ],
 )
 def test_bad_config_files(tmp_path: Path, content: str, message: str) -> None:
@@ -176,6 +178,10 @@ def test_a_variable_for_another_verb_is_no_error() -> None:
         (["demo", "--model", "other"], "two models: demo and --model other; keep one"),
         (["--logit-bias", "five"], "logit_bias=five (from --logit-bias) must be a map"),
         (["--top-k"], "argument --top-k: expected one argument; see skipstone generate --help"),
+        (
+            ["--num-threads", "2000"],
+            "num_threads=2000 (from --num-threads) must be a whole number from 1 to 1024 or none",
+        ),
         (["--config", "/nonexistent.yaml"], "--config /nonexistent.yaml cannot be read: No such file"),
     ],
 )
@@ -196,3 +202,8 @@ def test_a_dash_stands_for_standard_input(arguments: str) -> None:
 def test_a_checkpoint_default_that_is_no_number_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"temperature=hot \(from generation_config.json\) must be a number"):
         settings().with_checkpoint({"temperature": "hot"})
+
+
+def test_a_port_that_is_none_names_both_limits() -> None:
+    with pytest.raises(ConfigError, match=r"port=99999 \(from --port\) must be a whole number from 0 to 65535"):
+        settings("--port", "99999", verb="serve")

@@ -222,11 +222,15 @@ def test_a_picture(tmp_path: Path) -> None:
         (["--contexts", "x"], ["--contexts x", "whole numbers"]),
         (["--temperature", "0,1"], ["--temperature 0,1", "one number"]),
         (["--profile", "absent.json"], ["--profile absent.json cannot be read"]),
-        (["--output", "/nowhere/table.json"], ["/nowhere/table.json", "does not exist"]),
+        (["--output", "/nowhere/table.json"], ["--output /nowhere/table.json", "does not exist"]),
+        (["--plot", "/nowhere/a.png"], ["--plot /nowhere/a.png", "does not exist"]),
+        (["--contexts", "16,99999"], ["--contexts 99999 is too long", "it must be at most"]),
     ],
 )
-def test_bad_options(model: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: list[str]) -> None:
-    assert cli.run(["tune", str(model), *arguments]) == 2
+def test_bad_options(
+    model: Path, prompts: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: list[str]
+) -> None:
+    assert cli.run(["tune", str(model), "--prompts", str(prompts), *arguments]) == 2
     err = capsys.readouterr().err
     assert all(word in err for word in words), err
 

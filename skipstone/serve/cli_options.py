@@ -255,11 +255,26 @@ def _read_variables(environ: Mapping[str, str]) -> dict[str, str]:
     return {known[name]: text for name, text in given.items()}
 
 
+def _repeated_key(text: bytes) -> str | None:
+    """A key that a YAML map has twice, which reading it does not show."""
+    import yaml
+
+    def search(node: yaml.Node | None) -> str | None:
+        if not isinstance(node, yaml.MappingNode):
+            return None
+        keys = [str(key.value) for key, _ in node.value]
+        repeated = next((key for i, key in enumerate(keys) if key in keys[:i]), None)
+        return repeated or next(filter(None, (search(value) for _, value in node.value)), None)
+
+    return search(yaml.compose(text, Loader=yaml.SafeLoader))
+
+
 def _read_file(path: str | None) -> dict[str, Any]:
     if path is None:
         return {}
     try:
-        content = msgspec.yaml.decode(Path(path).read_bytes())
+        text = Path(path).read_bytes()
+        content = msgspec.yaml.decode(text)
     except OSError as error:
         raise ConfigError(f"--config {path} cannot be read: {error.strerror}") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -269,6 +284,8 @@ def _read_file(path: str | None) -> dict[str, Any]:
         return {}
     if not isinstance(content, dict):
         raise ConfigError(f"--config {path} must map option names to values, like max_num_seqs: 8")
+    if repeated := _repeated_key(text):
+        raise ConfigError(f"--config {path} sets {repeated} twice; keep one")
     known, options = known_options(), {}
     for key, value in content.items():
         name = str(key).replace("-", "_")

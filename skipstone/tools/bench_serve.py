@@ -16,7 +16,7 @@ from skipstone.serve.cli_options import Command, Settings
 from skipstone.serve.cli_output import check_writable, note, writing
 from skipstone.serve.cli_prompts import read_file
 from skipstone.serve.server_config import ServerConfig
-from skipstone.tools.check import positive
+from skipstone.tools.check import natural, positive, seconds
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 
@@ -112,9 +112,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--temperature", type=float, metavar="X", help="[the server's default]")
     add("--ignore-eos", action="store_true", help="answers are as long as --max-tokens")
     add("--body", metavar="JSON", help='further fields of every request, as {"speculation": {"k": 0}}')
-    add("--seed", type=int, default=0, metavar="N", help="of arrivals, order of prompts, and answers [0]")
-    add("--warm-up", type=int, default=2, metavar="N", help="requests before, one after the other [2]")
-    add("--timeout", type=float, default=600.0, metavar="SECONDS", help="for one request [600]")
+    add("--seed", type=natural, default=0, metavar="N", help="of arrivals, order of prompts, and answers [0]")
+    add("--warm-up", type=natural, default=2, metavar="N", help="requests before, one after the other [2]")
+    add("--timeout", type=seconds, default=600.0, metavar="SECONDS", help="for one request [600]")
     group = parser.add_argument_group("what is reported")
     group.add_argument(
         "--goodput", metavar="LIMITS", help="count requests within these, as ttft:200,tpot:40,e2el:3000 (ms)"

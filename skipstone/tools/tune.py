@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from skipstone.tools.tune_run import TuneReport
 
 LARGEST_BATCH = 1024
+DEFAULT_CONTEXTS = (128, 768)
 
 
 class TuneOptions(msgspec.Struct, kw_only=True):
@@ -27,7 +28,7 @@ class TuneOptions(msgspec.Struct, kw_only=True):
 
     ks: list[int]
     batches: list[int]
-    contexts: list[int]
+    contexts: list[int]  # none: DEFAULT_CONTEXTS, as far as the model goes
     proposers: str | None
     prompts: str | None
     num_prompts: int
@@ -77,7 +78,7 @@ def read_options(args: argparse.Namespace) -> TuneOptions:
     return TuneOptions(
         ks=sorted({0, *numbers(args.k, "--k", 0, LARGEST_K)}),
         batches=numbers(args.batch, "--batch", 1, LARGEST_BATCH),
-        contexts=numbers(args.contexts, "--contexts", 1, 2**31),
+        contexts=numbers(args.contexts, "--contexts", 1, 2**31) if args.contexts else [],
         proposers=args.proposers,
         prompts=args.prompts,
         num_prompts=args.num_prompts,
@@ -117,7 +118,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help="drafts per step to measure; between them is interpolated [0,1,3,7]",
     )
     group.add_argument("--batch", default="1,4,16", metavar="LIST", help="numbers of requests to measure [1,4,16]")
-    group.add_argument("--contexts", default="128,768", metavar="LIST", help="context lengths to measure [128,768]")
+    group.add_argument(
+        "--contexts", metavar="LIST", help="context lengths to measure [128,768, or the longest that fit]"
+    )
     add_prompt_arguments(group, 16, 64)
     group.add_argument("--temperature", default="0", metavar="X", help="at which acceptance is measured [0]")
     group.add_argument(

@@ -16,7 +16,7 @@ from skipstone.runtime.k_table import KTable
 from skipstone.tools.measure import cut_texts, measure_proposer, measure_steps, throughput, yardstick_k
 from skipstone.tools.planner import OFF, Acceptance, Costs, Grid, Prediction, best, k_ranges, largest_k, predict
 from skipstone.tools.progress import Progress
-from skipstone.tools.tune import TuneOptions
+from skipstone.tools.tune import DEFAULT_CONTEXTS, TuneOptions
 from skipstone.tools.workload import Job, choose_prompts, encode_jobs, job, label, proposer_specs, with_spec
 
 SEED = 99
@@ -175,8 +175,14 @@ def _texts(config: EngineConfig, jobs: Sequence[Job], options: TuneOptions) -> t
     with LLM(config=with_spec(config, OFF, 0)) as llm:
         ids = encode_jobs(llm, jobs)
         longest = llm.engine.caches.max_model_len - ROOM - options.ks[-1]
-    contexts = sorted({min(context, longest) for context in options.contexts})
-    if contexts[0] < 1:
+    contexts = options.contexts or sorted({min(context, longest) for context in DEFAULT_CONTEXTS})
+    if contexts[-1] > longest >= 1:
+        more = ROOM + options.ks[-1]
+        raise ConfigError(
+            f"--contexts {contexts[-1]} is too long: measuring takes {more} of max_model_len={longest + more} tokens "
+            f"besides; it must be at most {longest}"
+        )
+    if longest < 1:
         raise ConfigError(f"max_model_len leaves no room for measuring; it needs {1 - longest} tokens more")
     mean = sum(map(len, ids)) / len(ids) + options.max_tokens / 2
     return cut_texts(ids, contexts, options.batches[-1]), float(options.context or mean)
