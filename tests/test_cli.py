@@ -142,6 +142,8 @@ BAD_FROM_THE_START = {
     "regex": (["--regex", "("], ["regex", "cannot be used"]),
     "schema": (["--json-schema", "{"], ["json_schema='{'", "not valid JSON"]),
     "table": (["--k-table", "nofile"], ["k_table=nofile cannot be read"]),
+    "drafts": (["--spec", "ngram:3", "--num-speculative-tokens", "9"], ["num_speculative_tokens=9 is more than the 3"]),
+    "no drafts": (["--spec", "off", "--num-speculative-tokens", "1"], ["num_speculative_tokens=1 is more than the 0"]),
     "no table": (["--spec", "ngram:auto"], ["takes k from a table", "--k-table FILE"]),
     "rates": (["--simulate-acceptance", "x"], ["simulate_acceptance='x' must list numbers"]),
     "rising rates": (["--simulate-acceptance", "0.2,0.9"], ["simulate_acceptance=0.2,0.9", "never rise"]),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from skipstone.config import EngineConfig
 from skipstone.core.request import SamplingParams
 from skipstone.errors import RequestError
-from skipstone.serve.cli_model import check_engine, check_grammars, open_model
+from skipstone.serve.cli_model import check_drafts, check_engine, check_grammars, open_model
 from skipstone.serve.cli_options import Command, Settings
 from skipstone.serve.cli_output import cut_short, note, speculation_line
 from skipstone.serve.cli_prompts import read_vocab_size
@@ -94,9 +94,11 @@ class Conversation:
 
 def run(args: argparse.Namespace, settings: Settings) -> int:
     """Converse until the end of input, /exit, or Ctrl-C twice."""
-    folder = check_engine(settings.engine_config())
-    settings.sampling_params().validate(read_vocab_size(folder) or 2**31)
-    check_grammars(folder, [settings.sampling_params()])
+    config, params = settings.engine_config(), settings.sampling_params()
+    folder = check_engine(config)
+    params.validate(read_vocab_size(folder) or 2**31)
+    check_drafts(config, [params])
+    check_grammars(folder, [params])
     if settings.values["n"] != 1:
         raise RequestError(f"n={settings.values['n']} has no meaning in a conversation; leave --n out")
     with open_model(settings, args.quiet) as (llm, resolved):

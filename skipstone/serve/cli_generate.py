@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from skipstone.config import EngineConfig
 from skipstone.core.request import SamplingParams
 from skipstone.errors import RequestError
-from skipstone.serve.cli_model import check_engine, check_grammars, open_model
+from skipstone.serve.cli_model import check_drafts, check_engine, check_grammars, open_model
 from skipstone.serve.cli_options import Command, Settings
 from skipstone.serve.cli_output import (
     Results,
@@ -32,11 +32,13 @@ MAX_TOKENS = 256
 def run(args: argparse.Namespace, settings: Settings) -> int:
     """Complete every prompt; raises before the model is loaded if any prompt, option or target is wrong."""
     prompts = read_prompts(args)
-    folder = check_engine(settings.engine_config())
+    config = settings.engine_config()
+    folder = check_engine(config)
     if args.json not in (None, "-"):
         check_writable(args.json)
     params = [settings.sampling_params(prompt.overrides) for prompt in prompts]
     check_sampling(prompts, params, read_vocab_size(folder))
+    check_drafts(config, params)
     check_grammars(folder, params)
     with open_model(settings, args.quiet) as (llm, resolved):
         params = [resolved.sampling_params(prompt.overrides) for prompt in prompts]

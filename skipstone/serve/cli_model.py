@@ -11,6 +11,7 @@ import msgspec
 
 from skipstone.config import EngineConfig
 from skipstone.core.request import SamplingParams
+from skipstone.errors import RequestError
 from skipstone.models.locate import head_folder, locate
 from skipstone.runtime.k_table import asked_spec
 from skipstone.serve.cli_options import Settings
@@ -63,6 +64,18 @@ def check_engine(config: EngineConfig) -> Path:
         device = choose_device(config.device)
         choose_ops(device, config.kernels, config.exact, choose_dtype(config.dtype, device))
     return folder
+
+
+def check_drafts(config: EngineConfig, params: Sequence[SamplingParams]) -> None:
+    """Raise RequestError for more drafts than the spec names; what it leaves to the model is known with the model."""
+    spec, _ = asked_spec(config)
+    most = 0 if spec.method == "off" else spec.k
+    for chosen in params:
+        if most is not None and (chosen.num_speculative_tokens or 0) > most:
+            raise RequestError(
+                f"num_speculative_tokens={chosen.num_speculative_tokens} is more than the {most} of "
+                f"spec={config.spec!r}; start it with a larger k in --spec"
+            )
 
 
 def check_grammars(folder: Path, params: Sequence[SamplingParams]) -> None:
