@@ -13,7 +13,8 @@ from oracles.tiny_heads import with_mtp
 
 from skipstone import LLM, SamplingParams
 from skipstone.errors import ConfigError
-from skipstone.runtime.k_table import KTable, read_k_table
+from skipstone.runtime.k_table import KTable, read_k_table, with_table
+from skipstone.spec_config import SpecConfig
 
 RANGES = [[1, 1, 3], [2, 4, 1], [5, 8, 0]]
 
@@ -128,3 +129,12 @@ def test_requests_without_drafts_cost_nothing(model: Path, monkeypatch: pytest.M
         monkeypatch.setattr(type(proposer), "propose", lambda *_: pytest.fail("the proposer ran"))
         verified(llm, 3, num_speculative_tokens=0)
         assert llm.engine.stats.rows == 3 * 3 + 3 * 11  # prompts, then a row for each further token
+
+
+def test_a_table_keeps_what_its_proposer_was_made_with() -> None:
+    """Of an `auto` spec only what was asked for replaces it."""
+    made = '{"method": "ngram", "prompt_lookup_min": 3, "prompt_lookup_max": 4}'
+    table = KTable(spec=made, num_speculative_tokens_per_batch_size=[(1, 1, 4), (2, 8, 2)])
+    spec = with_table(SpecConfig(method="auto", acceptance_rates=[0.5]), table, "auto")
+    assert (spec.method, spec.min_match, spec.max_match) == ("ngram", 3, 4)
+    assert (spec.k, spec.acceptance_rates) == (4, [0.5])

@@ -82,7 +82,8 @@ def with_table(spec: SpecConfig, table: KTable, text: str) -> SpecConfig:
     if spec.method == "off":
         raise ConfigError(f"spec={text!r} and k_table exclude each other; leave one of them out")
     if spec.method == "auto":
-        spec = msgspec.structs.replace(spec, method=ours.method, folder=ours.folder)
+        asked = {name: getattr(spec, name) for name in ("k", "draft_sampling", "verification", "acceptance_rates")}
+        spec = msgspec.structs.replace(ours, **{name: value for name, value in asked.items() if value is not None})
     elif spec.method != ours.method:
         raise ConfigError(f"spec={text!r}, but k_table was made for {table.spec!r}; use that, or make another table")
     return spec if spec.k is not None else msgspec.structs.replace(spec, k=table.largest)
