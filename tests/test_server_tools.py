@@ -11,7 +11,7 @@ from typing import Any
 import openai
 import pytest
 from openai import pydantic_function_tool
-from serving import Serving, serving
+from serving import Serving, serving, wait_for
 
 DEMO = Path(__file__).resolve().parent.parent / "checkpoints" / "demo"
 pytestmark = pytest.mark.skipif(
@@ -47,7 +47,7 @@ TWO_CALLS = (
 def server() -> Iterator[Serving]:
     with serving() as running:
         yield running
-        assert running.idle
+        wait_for(lambda: running.idle)
 
 
 @pytest.fixture(scope="module")
