@@ -99,6 +99,7 @@ KERNELS = Registry(
             ("prefill_page_table", "block_table", "block_table"),
             ("paged_attention", "block_table", "block_table"),
             ("sample", "sampling", "sampling"),
+            ("step_rows", "decode", "decode"),
             ("decode_rows", "decode", "decode"),
             ("accept", "decode", "decode"),
         ]

@@ -172,8 +172,7 @@ class Request:
 
     `token_ids` holds the prompt and every committed token. KV is valid at positions below `num_computed_tokens`.
     `drafts` are unverified guesses for the positions after the last committed token, at most `max_drafts` of them; the
-    proposer's own caches are valid below `num_draft_computed`. `epoch` counts preemptions and aborts, so that a result
-    of an older epoch can be dropped.
+    proposer's own caches are valid below `num_draft_computed`.
     """
 
     request_id: str
@@ -192,7 +191,6 @@ class Request:
     num_accepted: int = 0  # in its latest step
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
-    epoch: int = 0
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None

@@ -15,7 +15,7 @@ from skipstone.models.loader import ModelInfo, fill_weights
 from skipstone.registry import DRAFT_HEADS, PROPOSERS
 from skipstone.runtime.available import count_mtp_modules
 from skipstone.runtime.k_table import KTable, asked_spec
-from skipstone.spec.choose import DraftChooser
+from skipstone.spec.draft_sampler import DraftSampling
 from skipstone.spec.hidden_state import HiddenStateProposer
 from skipstone.spec.ngram import NgramProposer
 from skipstone.spec.proposer import Proposer
@@ -35,7 +35,7 @@ class Speculation(NamedTuple):
     proposer: Proposer | None
     k: int
     reason: str
-    chooser: DraftChooser
+    draft_sampling: DraftSampling
     verifier: Verifier
     table: KTable | None = None
 
@@ -45,7 +45,7 @@ class Speculation(NamedTuple):
         if self.proposer is None:
             return f"off ({self.reason})"
         drafts = f"k up to {self.k} by batch size" if self.table else f"k = {self.k}"
-        text = f"{self.proposer.needs.name}, {drafts} ({self.reason}); {self.chooser.mode} drafts"
+        text = f"{self.proposer.needs.name}, {drafts} ({self.reason}); {self.draft_sampling} drafts"
         if self.verifier.rule != "exact":
             text += f"; verified by {self.verifier.rule}: the text depends on the drafts, its law does not"
         return text + ("; SIMULATED acceptance: the text means nothing" if self.simulated else "")
@@ -93,7 +93,7 @@ def make_speculation(config: EngineConfig, around: Surroundings) -> Speculation:
             "target's noise, and that rule needs drafts that do not; use independent or greedy, or verification=exact"
         )
     sampling: Any = asked or ("independent" if needs_laws else "coupled")
-    chooser, verifier = DraftChooser(sampling, keep_laws=needs_laws), Verifier(verification, rates)
+    verifier = Verifier(verification, rates)
     if method == "off" or spec.k == 0:
         if rates is not None:
             raise ConfigError(
@@ -102,14 +102,14 @@ def make_speculation(config: EngineConfig, around: Surroundings) -> Speculation:
         given = {"verification": verification if verification != "exact" else None, "draft_sampling": asked}
         idle = "".join(f"; {name}={value} has no effect" for name, value in given.items() if value)
         why = (reason if method == "off" else "k = 0") + idle
-        return Speculation(None, 0, why, DraftChooser("coupled"), Verifier())
+        return Speculation(None, 0, why, "coupled", Verifier())
     proposer: Proposer = PROPOSERS.load(method)(spec, around)
     most = proposer.needs.max_k
     usual = proposer.needs.default_k or DEFAULT_K[method]
     k = spec.k or min(usual, most or usual)
     if most is not None and k > most:
         raise ConfigError(f"spec={config.spec!r}: k={k} is more than {method} can draft at once; at most {most}")
-    return Speculation(proposer, k, f"by {config.k_table}" if table else reason, chooser, verifier, table)
+    return Speculation(proposer, k, f"by {config.k_table}" if table else reason, sampling, verifier, table)
 
 
 def _choose(info: ModelInfo) -> tuple[Any, str]:

@@ -1,42 +1,37 @@
-"""Prompt lookup: drafts are what followed the last few tokens when they stood in the context before. Host only."""
+"""Prompt lookup: drafts are what followed the last few tokens when they stood in the context before."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from skipstone.core.batch import PAD
 from skipstone.core.kv_cache import CacheMemory, CacheSpec
+from skipstone.core.sequence_table import NUM_PROMPT
 from skipstone.kernels.ops import Ops
-from skipstone.spec.proposer import DraftRequest, Drafts, DraftStep, ProposerNeeds
+from skipstone.spec.proposer import DraftStep, ProposerNeeds
 
 
-def find_drafts(token_ids: list[int], k: int, min_match: int, max_match: int) -> list[int]:
-    """Up to k tokens that followed the earliest other occurrence of the longest matching suffix.
+def find_drafts(tokens: Tensor, length: Tensor, k: int, min_match: int, max_match: int) -> Tensor:
+    """Up to k tokens that followed the earliest other occurrence of the longest matching suffix, then PAD.
 
-    The suffix has min_match to max_match tokens; occurrences may overlap it. Empty without a match. Linear time: over
-    the reversed tokens, the prefix function gives for every place how long a suffix of the text ends there.
+    tokens [D, W] integers, of which the first `length` [D] count; PAD among them matches nothing and ends the drafts.
+    The suffix has min_match to max_match tokens; occurrences may overlap it. -> [D, k] int64.
     """
-    length = len(token_ids)
-    if k <= 0 or length <= min_match:
-        return []
-    backwards = token_ids[::-1]
-    matched = [0] * length  # longest proper border of backwards[: i + 1], cut at max_match
-    best, best_end = 0, 0
-    border = 0
-    for i in range(1, length):
-        if border == max_match:
-            border = matched[border - 1]
-        while border and backwards[i] != backwards[border]:
-            border = matched[border - 1]
-        if backwards[i] == backwards[border]:
-            border += 1
-        matched[i] = border
-        if border >= max(best, min_match):  # `>=`: the later in reverse, the earlier in the text
-            best, best_end = border, i
-    if best < min_match:
-        return []
-    follows = length - 1 - best_end + best  # the text's index behind the occurrence
-    return token_ids[follows : follows + k]
+    width = tokens.shape[1]
+    column = torch.arange(width, device=tokens.device)
+    going = column < length[:, None] - 1  # [D, W] whether all compared so far agreed, for a suffix that ends there
+    matched = torch.zeros(tokens.shape, dtype=torch.int32, device=tokens.device)
+    for back in range(max_match):
+        suffix = tokens.gather(1, (length[:, None] - 1 - back).clamp(min=0))  # [D, 1]
+        shifted = tokens.roll(back, dims=1)
+        going = going & (shifted == suffix) & (suffix >= 0) & (column >= back)
+        matched += going
+    best, place = matched.max(dim=1, keepdim=True)  # the first of equal ones
+    follows = place + 1 + torch.arange(k, device=tokens.device)
+    drafts = tokens.gather(1, follows.clamp(max=width - 1)).long()
+    real = (best >= min_match) & (follows < length[:, None]) & (drafts >= 0)
+    return torch.where(real.long().cumprod(dim=1) > 0, drafts, PAD)
 
 
 class NgramProposer:
@@ -44,7 +39,7 @@ class NgramProposer:
 
     def __init__(self, min_match: int, max_match: int) -> None:
         self.min_match, self.max_match = min_match, max_match
-        self.needs = ProposerNeeds("ngram")
+        self.needs = ProposerNeeds("ngram", graphs=False)  # a graph would search all positions that there could be
 
     def cache_specs(self) -> list[CacheSpec]:
         """None."""
@@ -56,16 +51,24 @@ class NgramProposer:
     def copy_blocks(self, sources: Tensor, destinations: Tensor) -> None:
         """Nothing to copy."""
 
-    def propose(self, step: DraftStep) -> list[Drafts]:
+    def propose(self, step: DraftStep) -> Tensor | None:
         """Look up each request's own tokens, and what its caller has predicted."""
-        return [Drafts(self._find(request)) for request in step.requests]
-
-    def _find(self, request: DraftRequest) -> list[int]:
-        prediction, tokens = request.request.prediction, request.tokens(0, request.length)
-        if not prediction:
-            return find_drafts(tokens, request.wanted, self.min_match, self.max_match)
-        output = tokens[request.request.num_prompt_tokens :]
-        if output == prediction[: len(output)]:
-            return prediction[len(output) : len(output) + request.wanted]
-        drafts = find_drafts([*prediction, PAD, *tokens], request.wanted, self.min_match, self.max_match)
-        return drafts[: drafts.index(PAD)] if PAD in drafts else drafts
+        if not step.k:
+            return None
+        slots, length = step.draft_slots, step.newest + 1
+        tokens = step.table.tokens[:, : step.max_seq_len][slots]  # [D, W]
+        if step.table.predictions is None:
+            return find_drafts(tokens, length, step.k, self.min_match, self.max_match)
+        predicted = step.table.predictions[slots]  # [D, P]
+        gap = torch.full_like(predicted[:, :1], PAD)
+        both, behind = torch.cat([predicted, gap, tokens], dim=1), predicted.shape[1] + 1
+        found = find_drafts(both, length + behind, step.k, self.min_match, self.max_match)
+        written = length - step.draft_at.integers(NUM_PROMPT)
+        column = torch.arange(predicted.shape[1], device=length.device)
+        output = tokens.gather(1, (column + (length - written)[:, None]).clamp(max=tokens.shape[1] - 1))
+        agrees = ((output == predicted) | (column >= written[:, None])).all(dim=1, keepdim=True)
+        agrees &= predicted[:, :1] >= 0
+        ahead = written[:, None] + torch.arange(step.k, device=length.device)
+        going_on = predicted.gather(1, ahead.clamp(max=predicted.shape[1] - 1)).long()
+        going_on = torch.where(ahead < predicted.shape[1], going_on, PAD)
+        return torch.where(agrees, going_on, found)

@@ -158,11 +158,13 @@ def _penalize(scores: Tensor, penalties: Penalties) -> None:
     Repetition: positive logits of tokens in prompt or output are divided, others multiplied. Frequency and presence:
     subtracted per occurrence, and once, for tokens in the output.
     """
-    counts = scores.new_zeros(len(penalties.rows), scores.shape[1])  # [P, V] occurrences in the output
-    seen = torch.zeros_like(counts, dtype=torch.bool)
-    cells = (penalties.history_row, penalties.history_token)
-    counts.index_put_(cells, penalties.history_is_output.to(counts.dtype), accumulate=True)
-    seen.index_put_(cells, torch.ones((), dtype=torch.bool, device=scores.device))
+    vocab_size = scores.shape[1]
+    column = torch.arange(penalties.tokens.shape[1], device=scores.device)
+    counted = (column < penalties.length[:, None]) & (penalties.tokens >= 0)  # [P, W]
+    cells = torch.where(counted, penalties.tokens, vocab_size).long()  # one column more takes what does not count
+    counts = scores.new_zeros(len(penalties.rows), vocab_size + 1)  # [P, V + 1] occurrences in the output
+    seen = torch.zeros_like(counts, dtype=torch.bool).scatter_(1, cells, True)[:, :vocab_size]
+    counts = counts.scatter_add_(1, cells, (column >= penalties.num_prompt[:, None]).to(counts.dtype))[:, :vocab_size]
 
     row_scores = scores[penalties.rows]  # [P, V]
     repetition = penalties.repetition[:, None]
