@@ -28,7 +28,7 @@ from skipstone.core.batch import FIRST_BLOCK, ZERO_BLOCK, Batch, Selection
 from skipstone.core.kv_cache import CacheSpec, KVCache
 from skipstone.core.plan import StepOutput, StepPlan, StepResult
 from skipstone.core.request import Request
-from skipstone.core.rows import QueryRows, build_batch
+from oracles.host_batch import QueryRows, build_batch
 from skipstone.core.sampling_rows import SampledRow, sampling_rows
 from skipstone.errors import UnsupportedError
 from skipstone.kernels.reference.sampling import sample

@@ -21,7 +21,7 @@ from skipstone.attention.backend import AttentionGroups
 from skipstone.core.batch import FIRST_BLOCK, Batch
 from skipstone.core.kv_cache import CacheMemory, KVCache
 from skipstone.core.request import Request
-from skipstone.core.rows import QueryRows, build_batch
+from oracles.host_batch import QueryRows, build_batch
 from skipstone.core.sampling_rows import SampledRow
 from skipstone.spec.verify import Run, Verifier
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from skipstone.attention.backend import IndexQuery, SparseSettings
 from skipstone.attention.msa import BlockIndexBackend
 from skipstone.core.kv_cache import CacheMemory, CacheSpec, CacheTensorSpec, KVCache
-from skipstone.core.rows import QueryRows, build_batch
+from oracles.host_batch import QueryRows, build_batch
 from skipstone.kernels.ops import Implementation, load_ops
 from skipstone.kernels.reference.select import select_blocks, select_tokens
 

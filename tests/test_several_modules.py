@@ -27,7 +27,7 @@ from skipstone.attention.backend import AttentionGroups
 from skipstone.core.batch import FIRST_BLOCK
 from skipstone.core.kv_cache import CacheMemory, KVCache
 from skipstone.core.request import Request
-from skipstone.core.rows import QueryRows, build_batch
+from oracles.host_batch import QueryRows, build_batch
 from skipstone.core.sampling_rows import SampledRow, sampling_rows
 from skipstone.errors import ConfigError
 from skipstone.kernels.reference.sampling import decision_scores

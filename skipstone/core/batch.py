@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 SPARE_BLOCK = 0  # padding rows write here; never read

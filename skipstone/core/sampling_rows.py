@@ -40,9 +40,7 @@ class Features:
     def __init__(self, params: SamplingParams, end_token_ids: list[int], num_prompt_tokens: int) -> None:
         self.greedy = params.greedy
         self.truncated = not params.greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
-        self.penalized = bool(
-            params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
-        )
+        self.penalized = bool(params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty)
         self.constrained = params.structured_output is not None
         self.logprobs, self.prompt_logprobs = params.logprobs, params.prompt_logprobs
         least = num_prompt_tokens + params.min_tokens

@@ -18,8 +18,8 @@ from skipstone.core.batch import PAD, ZERO_BLOCK
 from skipstone.core.plan import Admission
 
 # Columns of `values`; those from TEMPERATURE on hold the bits of float64 numbers. The block table follows.
-START, LIMIT, NUM_PROMPT, ADMISSION, SEED, TOP_K, TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY, TABLE = range(
-    13
+START, LIMIT, NUM_PROMPT, ADMISSION, SEED, TOP_K, TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY, TABLE = (
+    range(13)
 )
 
 
@@ -85,9 +85,9 @@ class SequenceTable:
         rows = []
         for new in admissions:
             p = new.params
-            fractions = (0.0 if p.greedy else p.temperature, p.top_p, p.min_p)
-            fractions += (p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
-            bits = struct.unpack("6q", struct.pack("6d", *fractions))
+            penalties = (p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
+            fractions = struct.pack("6d", 0.0 if p.greedy else p.temperature, p.top_p, p.min_p, *penalties)
+            bits = struct.unpack("6q", fractions)
             limit, top_k = new.max_total_tokens - 1, max(p.top_k, 0)
             rows.append([new.slot, new.start, limit, new.num_prompt_tokens, new.number, new.seed, top_k, *bits])
             self.tokens[new.slot, : len(new.token_ids)] = self.moved(np.array(new.token_ids, dtype=np.int32))

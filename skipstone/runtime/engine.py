@@ -18,8 +18,8 @@ from skipstone.models.base import CausalLM, ModelConfig
 from skipstone.models.loader import Build, ModelInfo, build_model, with_index_keys
 from skipstone.runtime.block_pool import BlockPool
 from skipstone.runtime.dry_run import LargestStep, measure_room
-from skipstone.runtime.memory import CachePlan, Room, check_fits, choose_block_size, plan_caches
 from skipstone.runtime.masks import make_masks
+from skipstone.runtime.memory import CachePlan, Room, check_fits, choose_block_size, plan_caches
 from skipstone.runtime.runner import ModelRunner, StepHandle
 from skipstone.runtime.scheduler import Scheduler
 from skipstone.runtime.speculation import Surroundings, make_speculation

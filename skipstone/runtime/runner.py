@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -223,7 +223,9 @@ class ModelRunner:
 
     def _logprobs(self, handle: StepHandle, forward: Forward, outcome: Outcome) -> list[Tensor]:
         """Log-probabilities of emitted tokens and of prompts' own next ones, as far as anybody wants them."""
-        rows, places, wanted = [], [], []
+        rows: list[int] = []
+        places: list[int] = []
+        wanted: list[tuple[PlanItem, int, int]] = []
         row = drawn = 0
         for item in handle.plan.items:
             if not item.samples:

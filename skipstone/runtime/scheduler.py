@@ -208,7 +208,7 @@ class Scheduler:
         )
 
     def _prompt_rows(self, request: Request, start: int, num_rows: int) -> tuple[int, int]:
-        """Of a request's rows, those behind which log-probabilities of the prompt are wanted: first, and behind the last."""
+        """From and to which of its rows a request wants log-probabilities of the prompt."""
         if request.params.prompt_logprobs is None:
             return (0, 0)
         reported = len(request.prompt_logprobs)

@@ -37,7 +37,9 @@ class Forward(NamedTuple):
 class Outcome(NamedTuple):
     """What became of the sampled rows, of D requests."""
 
-    packed: Tensor  # [D, 1 + K + 1] int64: number of drafts kept; tokens, of which those behind the next are not emitted
+    packed: (
+        Tensor  # [D, 1 + K + 1] int64: number of drafts kept; tokens, of which those behind the next are not emitted
+    )
     tokens: Tensor  # [D, K + 1] int64, those of `packed`
     rows: SamplingRows  # how they were chosen
     accepted: Accepted

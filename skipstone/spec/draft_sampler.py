@@ -48,7 +48,7 @@ class DraftSampler:
         tokens = self.ops.sample(logits, rows)
         if self.probs is not None:
             probs = process_logits(logits.float(), rows).softmax(dim=1)
-            # A head with a smaller vocabulary has nothing left where all its tokens are forbidden; its draft is token 0.
+            # A head with a smaller vocabulary may have nothing left, all its tokens forbidden; its draft is token 0.
             certain = (rows.temperature == 0) | probs.isnan().any(dim=1)
             one_hot = torch.zeros_like(probs).scatter_(1, tokens[:, None], 1.0)
             self.probs[slots, depth] = torch.where(certain[:, None], one_hot, probs)

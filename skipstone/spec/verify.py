@@ -70,7 +70,7 @@ class Verifier:
 
     def _by_probs(self, logits: Tensor, rows: SamplingRows, drafted: Drafted) -> Accepted:
         assert drafted.probs is not None
-        requests, width = drafted.token_ids.shape
+        width = drafted.token_ids.shape[1]
         column = torch.arange(1, width, device=logits.device)
         drafts = drafted.token_ids[:, 1:]
         drafts = torch.where(drafted.newest[:, None] + column < drafted.end[:, None], drafts, PAD)
@@ -84,10 +84,8 @@ class Verifier:
         noise = gumbel_noise(rows.seed ^ RECOVERY_STREAM, rows.position, logits.shape[1])
         # Block verification looks at the numbers of all drafts, so those behind the run it keeps are not used again.
         committed = drafted.newest + 1
-        if drafted.place is None:
-            committed = committed.repeat_interleave(width)
-        else:
-            committed = committed[drafted.place[0]]
+        place = drafted.place
+        committed = committed.repeat_interleave(width) if place is None else committed[place[0]]
         draws = uniforms(fresh_seeds(rows.seed, committed), rows.position)
         rule = rejection_sample if self.rule == "rejection" else block_verify
         verified = rule(

@@ -1,8 +1,8 @@
 """Step costs and acceptance, taken from real engine steps: what `skipstone tune` knows about this machine and model.
 
-The time of a step with k drafts a request does not depend on what becomes of them. So an engine whose drafts are dummies
-gives the target's cost alone; a proposer's own share is the time between the end of verification and the end of the
-step's drafting.
+The time of a step with k drafts a request does not depend on what becomes of them. So an engine whose drafts are
+dummies gives the target's cost alone; a proposer's own share is the time between the end of verification and the end of
+the step's drafting.
 """
 
 from __future__ import annotations

@@ -58,11 +58,14 @@ def decode_rows(token_ids: Tensor, start: Tensor, end: Tensor, table: Tensor, bl
     real = (start[:, None] >= 0) & (positions < end[:, None])
     block = table.gather(1, torch.where(real, positions, 0) // block_size)
     last = torch.where(real, positions, PAD).amax(dim=1)
-    return PlacedRows(*placed_rows(*(x.flatten() for x in (token_ids, positions, real, block)), block_size), last + 1)
+    token_ids, positions, real, block = (x.flatten() for x in (token_ids, positions, real, block))
+    return PlacedRows(*placed_rows(token_ids, positions, real, block, block_size), last + 1)
 
 
-def placed_rows(ids: Tensor, positions: Tensor, real: Tensor, block: Tensor, block_size: int) -> tuple[Tensor, ...]:
-    """The fields of PlacedRows but the last: of rows [T] with these tokens, positions and blocks; others are padding."""
+def placed_rows(
+    ids: Tensor, positions: Tensor, real: Tensor, block: Tensor, block_size: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """All of PlacedRows but `seq_lens`: rows [T] with these tokens, positions and blocks; others are padding."""
     place = torch.where(real, positions, 0)
     return (
         ids.clamp(min=0).long(),
