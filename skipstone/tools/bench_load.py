@@ -10,7 +10,7 @@ import random
 import statistics
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from skipstone.config import EngineConfig
 from skipstone.core.request import Request, SamplingParams
@@ -27,7 +27,8 @@ RATES = "0.8,0.6,0.38"  # acceptance length 2.78
 STALL = 0.2  # seconds
 
 
-class Load(NamedTuple):
+@dataclass(frozen=True)
+class Load:
     """Requests of one scenario. `rate` a second; 0: all at once."""
 
     name: str
@@ -35,7 +36,7 @@ class Load(NamedTuple):
     count: int
     prompt: tuple[int, int]  # tokens, least and most
     output: tuple[int, int]
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 LOADS = (
