@@ -110,9 +110,8 @@ def test_graphs_and_overlap_write_the_plain_loops_texts(model: str) -> None:
     for spec in ["off", *heads]:
         llm = engine(model, spec)
         assert written(llm) == expected, spec
-        loop = llm.engine.runner.device_loop
-        if spec == "off" or spec.startswith(("mtp", "eagle3")):
-            assert loop is not None and loop.replays > TOKENS // 8, spec
+        if not spec.startswith("ngram"):
+            assert llm.engine.runner.replays > TOKENS // 8, spec
     assert written(engine(model, "mtp:3", overlap=False)) == expected
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 OPTIONS = ("exact", "dtype", "device", "kernels", "cuda_graphs", "overlap", "max_num_batched_tokens", "max_num_seqs")
 RATES = "0.8,0.6,0.38"  # acceptance length 2.78
 STALL = 0.2  # seconds
+KINDS = (("decode", False), ("mixed", True))
 
 
 @dataclass(frozen=True)
@@ -66,10 +67,7 @@ class Course:
         several = [r for r in self.first if self.tokens[r] > 1]
         tpot = [(self.last[r] - self.first[r]) / (self.tokens[r] - 1) for r in several]
         ttft = [self.first[r] - self.arrivals[r] for r in self.first]
-        kinds = {
-            "decode": [s for mixed, s in self.steps if not mixed],
-            "mixed": [s for mixed, s in self.steps if mixed],
-        }
+        kinds = {name: [seconds for reads, seconds in self.steps if reads == mixed] for name, mixed in KINDS}
         return {
             "tokens_s": round(sum(self.tokens.values()) / self.wall, 1),
             "tpot_ms": _spread(tpot, 0.9),
@@ -119,7 +117,7 @@ def drive(engine: Engine, load: Load, seed: int) -> Course:
 
 
 def mixed_steps(engine: Engine, running: int, steps: int) -> dict[str, float]:
-    """Wall and busy time (ms) of steps in which `running` requests decode beside chunks of one long prompt after another.
+    """Wall and busy time (ms) of steps in which `running` requests decode beside chunks of prompts.
 
     Busy time is the sum of all kernels' times, from a profile of as many further steps.
     """
