@@ -26,7 +26,7 @@ LARGEST = torch.finfo(torch.float32).max
 
 
 def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """Choose one token per row. logits [L, V] float32 -> [L] int64. No state: equal arguments, equal tokens.
+    """Choose one token per row. logits [L, V] float32 or bfloat16 -> [L] int64. No state: equal arguments, equal tokens.
 
     Greedy rows take the likeliest token after bias and penalties. Others take the maximum of the processed logits plus
     Gumbel noise, which is a draw from their softmax. Equal values: the lowest id. NaN counts as -inf. A row without
@@ -144,7 +144,7 @@ def _mix64(value: Tensor) -> Tensor:
 
 def _clean(logits: Tensor) -> Tensor:
     """A copy with NaN as -inf and +inf as the largest finite number."""
-    return logits.nan_to_num(nan=-torch.inf, posinf=LARGEST, neginf=-torch.inf)
+    return logits.float().nan_to_num(nan=-torch.inf, posinf=LARGEST, neginf=-torch.inf)
 
 
 def _add_bias(scores: Tensor, bias: TokenValues) -> None:
