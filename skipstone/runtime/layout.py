@@ -42,6 +42,7 @@ class Layout(NamedTuple):
     end: int  # bound of positions
     chunks: bool  # whether a row belongs to a prompt, but for the last
     sampled_items: np.ndarray  # [L], D index of each sampled row
+    first_sampled: np.ndarray  # [D], the first of its rows in L
 
 
 def host_rows(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -101,6 +102,7 @@ def make_layout(items: list[PlanItem], table: SequenceTable, every_row: bool) ->
         end=max(item.end for item in items),
         chunks=bool(lead.any()) or len(sampling) < len(items),
         sampled_items=sampled_item,
+        first_sampled=(drafts + 1).cumsum() - (drafts + 1),
     )
 
 
@@ -146,4 +148,5 @@ def decode_layout(slots: Tensor, num_rows: Tensor, wanted: Tensor, k: int, end: 
         end=end,
         chunks=False,
         sampled_items=np.arange(count).repeat(n),
+        first_sampled=np.arange(count) * n,
     )

@@ -13,7 +13,7 @@ from skipstone.core.request import Request
 class Mask(NamedTuple):
     """What a plan's item may choose in its row behind `num_drafts` drafts, [V] bool."""
 
-    item: int
+    place: int  # of the item, among those that sample
     num_drafts: int
     allowed: Tensor
 
@@ -24,8 +24,9 @@ def make_masks(plan: StepPlan, owners: list[Request | None]) -> list[Mask]:
     A row behind an illegal draft is never emitted, so it may choose anything.
     """
     masks = []
-    for place, (item, request) in enumerate(zip(plan.items, owners, strict=True)):
-        if request is None or request.grammar is None or not item.samples:
+    sampling = [pair for pair in zip(plan.items, owners, strict=True) if pair[0].samples]
+    for place, (item, request) in enumerate(sampling):
+        if request is None or request.grammar is None:
             continue
         for count in range(min(item.num_drafts, len(request.drafts)) + 1):
             allowed = request.grammar.allowed(request.drafts[:count])

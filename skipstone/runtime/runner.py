@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -30,6 +31,9 @@ from skipstone.spec.proposer import Proposer
 # one gains at most a fifth, and costs a hundredfold where other programs keep the cores busy (2.2 s against 22 ms for
 # 16 rows of a demo, 2 cores).
 ONE_THREAD_BYTES = 1e9
+PLAIN = Features(SamplingParams(), [], 0)
+TRUNCATED = Features(SamplingParams(top_p=0.5), [], 0)
+T = TypeVar("T")
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
@@ -40,6 +44,15 @@ class Watched(NamedTuple):
     scores: Tensor
 
 
+class DecodeGraph(NamedTuple):
+    """A forward pass of a number of requests with k + 1 rows each, and what may follow it, by `truncated`."""
+
+    inputs: Tensor  # [3, R] int64: slots, rows, drafts to make
+    run: torch.cuda.CUDAGraph
+    forward: Forward
+    tails: dict[bool, tuple[torch.cuda.CUDAGraph, Tensor]]
+
+
 class StepHandle:
     """A step under way. Reading its results is the step's one synchronization."""
 
@@ -47,6 +60,7 @@ class StepHandle:
         self.plan = plan
         self.finished = False
         self.forward: Forward | None = None
+        self.graph: DecodeGraph | None = None  # that runs it
         self.watched: Watched | None = None
         self._parts: list[Tensor] = []
         self._width = 0
@@ -125,7 +139,7 @@ class ModelRunner:
         self.features: dict[int, Features] = {}
         capturable = speculation.proposer is None or speculation.proposer.needs.graphs
         self.graphs = graphs and capturable and ops.implementation == "triton" and observer is None
-        self._captured: dict[tuple[int, int, bool], tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
+        self._captured: dict[tuple[int, int], DecodeGraph] = {}  # by requests and k
         self._pool: Any = None
         self.replays = 0
 
@@ -135,12 +149,15 @@ class ModelRunner:
         return self.step.proposer
 
     def start(self, plan: StepPlan) -> StepHandle:
-        """Start a plan's step up to its logits; a step that is a graph is started whole."""
+        """Start a plan's step up to its logits."""
         handle = StepHandle(plan)
         with torch.inference_mode(), self._place(plan):
             self._update(plan)
-            if self._capturable(plan):
-                self._replay(handle)
+            if self.graphs and all(map(self._only_decodes, plan.items)):
+                handle.graph = self._filled_graph(plan.items)
+                handle.graph.run.replay()
+                handle.forward = handle.graph.forward
+                self.replays += 1
                 return handle
             wants_runs = self.observer is not None and self.observer.wants_runs
             layout = make_layout(plan.items, self.table, self.step.needs_every_row or wants_runs)
@@ -152,19 +169,25 @@ class ModelRunner:
         """Sample and draft. `masks`: of requests with a grammar."""
         plan, forward = handle.plan, handle.forward
         assert forward is not None
+        features = [self.features[item.slot] for item in plan.items if item.samples]
         with torch.inference_mode(), self._place(plan):
-            features = [self.features[item.slot] for item in plan.items if item.samples]
-            follows = any(item.follows for item in plan.items)
-            outcome = self.step.finish(forward, features, self._allowed(plan, masks))
+            if handle.graph is not None:
+                if all(each.plain for each in features):
+                    tail, result = self._tail(handle.graph, any(each.truncated for each in features))
+                    tail.replay()
+                    handle.bring([result], forward.layout.most_drafts + 1)
+                    return
+                features += [PLAIN] * (len(forward.layout.counts) - len(features))  # of padding
+            outcome = self.step.finish(forward, features, self._allowed(handle, masks))
             if self.observer is not None and self.observer.wants_runs:
                 logits = forward.logits[: forward.layout.num_sampled].float()
                 handle.watched = Watched(logits, decision_scores(logits, outcome.rows))
             self._ended("verify")
+            follows = self.proposer is not None and any(item.follows for item in plan.items)
             drafts = self.step.draft(forward, outcome, features) if follows else None
             self._ended("draft")
-            width = outcome.tokens.shape[1]
             result = outcome.packed if drafts is None else torch.cat([outcome.packed, drafts], dim=1)
-            handle.bring([result, *self._logprobs(handle, forward, outcome)], width)
+            handle.bring([result, *self._logprobs(handle, forward, outcome)], outcome.tokens.shape[1])
 
     def report(self, handle: StepHandle, results: list[StepResult], owners: list[Request | None]) -> None:
         """Tell the observer what the plan's items emit; their requests have not taken it over yet."""
@@ -210,15 +233,15 @@ class ModelRunner:
             if self.proposer is not None:
                 self.proposer.copy_blocks(sources, destinations)
 
-    def _allowed(self, plan: StepPlan, masks: list[Mask]) -> Tensor | None:
+    def _allowed(self, handle: StepHandle, masks: list[Mask]) -> Tensor | None:
         """The masks by sampled row; rows without one may choose anything."""
         if not masks:
             return None
-        counts = [item.num_drafts + 1 if item.samples else 0 for item in plan.items]
-        firsts = np.cumsum(counts) - counts
-        whole = torch.ones(sum(counts), len(masks[0].allowed), dtype=torch.bool, device="cpu")
+        assert handle.forward is not None
+        firsts = handle.forward.layout.first_sampled
+        whole = torch.ones(handle.forward.layout.num_sampled, len(masks[0].allowed), dtype=torch.bool, device="cpu")
         for mask in masks:
-            whole[firsts[mask.item] + mask.num_drafts] = mask.allowed
+            whole[firsts[mask.place] + mask.num_drafts] = mask.allowed
         return self.table.moved(whole.numpy())
 
     def _logprobs(self, handle: StepHandle, forward: Forward, outcome: Outcome) -> list[Tensor]:
@@ -226,16 +249,14 @@ class ModelRunner:
         rows: list[int] = []
         places: list[int] = []
         wanted: list[tuple[PlanItem, int, int]] = []
-        row = drawn = 0
-        for item in handle.plan.items:
-            if not item.samples:
-                continue
+        sampling = [item for item in handle.plan.items if item.samples]
+        for place, (item, row) in enumerate(zip(sampling, forward.layout.first_sampled.tolist(), strict=False)):
             count, top = item.num_drafts + 1, self.features[item.slot].logprobs
             if top is not None:
                 rows += range(row, row + count)
-                places += [drawn * outcome.tokens.shape[1] + i for i in range(count)]
+                places += [place * outcome.tokens.shape[1] + i for i in range(count)]
                 wanted += [(item, i, top) for i in range(count)]
-            row, drawn = row + count, drawn + 1
+        row = forward.layout.num_sampled
         of_prompt = []
         for item in handle.plan.items:
             first, last = item.prompt_rows
@@ -254,20 +275,17 @@ class ModelRunner:
         tokens = torch.cat([outcome.tokens.flatten()[emitted], self.table.tokens[slot, position].long()])
         return [tokens, *token_logprobs(forward.logits[index].float(), tokens, most)]
 
-    def _capturable(self, plan: StepPlan) -> bool:
-        """Whether a plan only decodes, with sampling that a graph does by itself."""
-        return self.graphs and all(
-            item.samples and item.num_rows == item.num_drafts + 1 and self.features[item.slot].plain
-            and not item.prompt_rows[1] and (item.follows or self.proposer is None)
-            for item in plan.items
-        )  # fmt: skip
+    def _only_decodes(self, item: PlanItem) -> bool:
+        """Whether a graph of k + 1 rows a request runs this item."""
+        decodes = item.samples and item.num_rows == item.num_drafts + 1 and not item.prompt_rows[1]
+        return decodes and (item.follows or self.proposer is None)
 
-    def _replay(self, handle: StepHandle) -> None:
-        items = handle.plan.items
+    def _filled_graph(self, items: list[PlanItem]) -> DecodeGraph:
+        """The graph for these items, which its inputs name."""
         k = max(max(item.num_next_drafts, item.num_drafts) for item in items)
         bucket = next((size for size in BUCKETS if size >= len(items)), len(items))
         bucket = max(min(bucket, self.table.padding_slot), len(items))
-        graph, inputs, result = self._graph(bucket, k, any(self.features[item.slot].truncated for item in items))
+        graph = self._graph(bucket, k)
         values = np.zeros((3, bucket), dtype=np.int64)
         values[0] = self.table.padding_slot
         values[:, : len(items)] = [
@@ -275,35 +293,48 @@ class ModelRunner:
             [item.num_rows for item in items],
             [item.num_next_drafts for item in items],
         ]
-        inputs.copy_(torch.from_numpy(values).pin_memory(), non_blocking=True)
-        graph.replay()
-        self.replays += 1
-        handle.bring([result], k + 1)
+        graph.inputs.copy_(torch.from_numpy(values).pin_memory(), non_blocking=True)
+        return graph
 
-    def _graph(self, bucket: int, k: int, truncated: bool) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
+    def _graph(self, bucket: int, k: int) -> DecodeGraph:
         """Captured at first use, on padding only, so that no request's state moves."""
-        kind = (bucket, k, truncated)
-        if kind not in self._captured:
+        if (bucket, k) not in self._captured:
             inputs = torch.zeros(3, bucket, dtype=torch.int64, device=self.device)
             inputs[0] = self.table.padding_slot
-            warm = torch.cuda.Stream()
-            warm.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(warm):
-                self._decode(inputs, k, truncated)  # compiles what is not compiled yet
-            torch.cuda.current_stream().wait_stream(warm)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
-                result = self._decode(inputs, k, truncated)
-            self._pool = graph.pool()
-            self._captured[kind] = (graph, inputs, result)
-        return self._captured[kind]
 
-    def _decode(self, inputs: Tensor, k: int, truncated: bool) -> Tensor:
-        """A step that only decodes; rows from `num_rows` on and drafts beyond `wanted` are padding."""
-        slots, num_rows, wanted = inputs
-        layout = decode_layout(slots, num_rows, wanted, k, self.max_tokens)
-        forward = self.step.forward(layout)
-        features = [Features(SamplingParams(top_p=0.5 if truncated else 1.0), [], 0)] * len(slots)
-        outcome = self.step.finish(forward, features, None)
-        drafts = self.step.draft(forward, outcome, features) if self.proposer is not None else None
-        return outcome.packed if drafts is None else torch.cat([outcome.packed, drafts], dim=1)
+            def forward() -> Forward:
+                return self.step.forward(decode_layout(inputs[0], inputs[1], inputs[2], k, self.max_tokens))
+
+            self._captured[bucket, k] = DecodeGraph(inputs, *self._capture(forward), {})
+        return self._captured[bucket, k]
+
+    def _tail(self, graph: DecodeGraph, truncated: bool) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        """What follows a graph's logits where nothing but temperature and, if `truncated`, truncation is asked for."""
+        if truncated not in graph.tails:
+            features = [TRUNCATED if truncated else PLAIN] * len(graph.forward.layout.counts)
+
+            def finish() -> Tensor:
+                outcome = self.step.finish(graph.forward, features, None)
+                drafts = self.step.draft(graph.forward, outcome, features) if self.proposer is not None else None
+                return outcome.packed if drafts is None else torch.cat([outcome.packed, drafts], dim=1)
+
+            running = graph.inputs.clone()
+            graph.inputs[0] = self.table.padding_slot
+            graph.run.replay()
+            graph.tails[truncated] = self._capture(finish)
+            graph.inputs.copy_(running)
+            graph.run.replay()  # once more, as a forward pass can be repeated
+        return graph.tails[truncated]
+
+    def _capture(self, work: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+        """A graph of the work, and the tensors that it leaves its results in."""
+        warm = torch.cuda.Stream()
+        warm.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(warm):
+            work()  # compiles what is not compiled yet
+        torch.cuda.current_stream().wait_stream(warm)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            result = work()
+        self._pool = graph.pool()
+        return graph, result

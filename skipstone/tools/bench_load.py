@@ -85,12 +85,12 @@ def _spread(values: list[float], share: float) -> list[float]:
 
 def drive(engine: Engine, load: Load, seed: int) -> Course:
     """Run a scenario; request i arrives whether or not those before it have ended."""
-    dice, due, jobs = random.Random(seed), 0.0, []
+    dice, words, due, jobs = random.Random(seed), random.Random(seed), 0.0, []
     for i in range(load.count):
         due += dice.expovariate(load.rate) if load.rate else 0.0
         prompt, output = dice.randint(*load.prompt), dice.randint(*load.output)
         params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True, **load.options)
-        ids = [dice.randrange(engine.vocab_size) for _ in range(prompt)]
+        ids = [words.randrange(engine.vocab_size) for _ in range(prompt)]
         jobs.append((due, Request(f"{load.name}-{i}", ids, params, i, prompt + output)))
     course, started = Course(), time.perf_counter()
     while jobs or engine.has_work:

@@ -26,7 +26,7 @@ LARGEST = torch.finfo(torch.float32).max
 
 
 def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """Choose one token per row. logits [L, V] float32 or bfloat16 -> [L] int64. No state: equal arguments, equal tokens.
+    """Choose one token per row, logits [L, V] -> [L] int64. No state: equal arguments, equal tokens.
 
     Greedy rows take the likeliest token after bias and penalties. Others take the maximum of the processed logits plus
     Gumbel noise, which is a draw from their softmax. Equal values: the lowest id. NaN counts as -inf. A row without
