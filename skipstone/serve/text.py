@@ -161,15 +161,17 @@ class Tokenizer:
         Tokens that were added to the text stand before its first character, or behind its last.
         """
         encoding = self._tokenizer.encode_batch([text], add_special_tokens=False)[0]
-        ids, places, previous_end = encoding.ids, [], 0
-        for token_id, (begin, end) in zip(ids, encoding.offsets, strict=True):
-            content = self.token_bytes(token_id)
-            if content.startswith(b" ") and (begin == end or text[begin] != " "):  # given without its leading spaces
-                begin = max(begin - len(content) + len(content.lstrip(b" ")), previous_end)
-            places.append(begin)
-            previous_end = end
+        ids, contents = encoding.ids, [self.token_bytes(token_id) for token_id in encoding.ids]
+        places = [begin for begin, _ in encoding.offsets]
+        spaces = b"".join(contents).removesuffix(text.encode())
+        if spaces in (b"", b" "):  # nothing was rewritten: bytes tell more, as some offsets are those of several tokens
+            length = -len(spaces)
+            for i, content in enumerate(contents):
+                firsts = [byte & 0xC0 != 0x80 for byte in content]  # bytes that begin a character
+                places[i] = max(length - (not firsts[0]), 0)
+                length += sum(firsts)
         more = len(token_ids) - len(ids)
-        added = next((front for front in range(more + 1) if token_ids[front : front + len(ids)] == ids), 0)
+        added = next((front for front in range(more, -1, -1) if token_ids[front : front + len(ids)] == ids), 0)
         return [0] * added + places + [len(text)] * (more - added)
 
     def token_text(self, token_id: int) -> str:

@@ -56,7 +56,7 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
         self._params = params
         self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens)
-        self._stops = [_Stop(list(stop)) for stop in params.stop_strings]
+        self._stops = [_Stop(list(stop), frozenset()) for stop in params.stop_strings]
         if params.skip_special_tokens:
             parts = [tokenizer.split_at_special_tokens(stop) for stop in params.stop_strings]
             self._stops += [_Stop(symbols, names) for symbols, names in parts if names]
@@ -118,7 +118,7 @@ class _Stop:
     however long the stop string is.
     """
 
-    def __init__(self, symbols: list[str], names: frozenset[str] = frozenset()) -> None:
+    def __init__(self, symbols: list[str], names: frozenset[str]) -> None:
         self.text = "".join(symbols)
         self._symbols, self._names = symbols, names
         self._widths = [0, *itertools.accumulate(symbol not in names for symbol in symbols)]
