@@ -232,6 +232,13 @@ def test_a_folder_without_tokenizer_says_what_to_do(tmp_path: Path) -> None:
         Tokenizer(tmp_path)
 
 
+def test_a_decoder_that_looks_ahead_is_refused(tmp_path: Path) -> None:
+    backend = byte_level_backend()
+    backend.decoder = decoders.BPEDecoder()
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: decoder BPEDecoder .*use a byte-level"):
+        write_folder(tmp_path, backend)
+
+
 class Ending(NamedTuple):
     text: str
     num_tokens: int

@@ -18,6 +18,7 @@ import jinja2
 import jinja2.meta
 import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import decoders
 
 from skipstone.errors import CheckpointError, RequestError
 from skipstone.serve.messages import plain_messages
@@ -246,6 +247,11 @@ def _load_tokenizer(path: Path) -> tokenizers.Tokenizer:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing more specific
         raise CheckpointError(f"{path} cannot be read: {error}; download it again") from error
+    if isinstance(tokenizer.decoder, (decoders.BPEDecoder, decoders.CTC)):
+        raise CheckpointError(
+            f"{path}: decoder {type(tokenizer.decoder).__name__} makes a token's text depend on the next one, so that "
+            "it cannot be sent as it comes; use a byte-level or SentencePiece tokenizer"
+        )
     tokenizer.no_truncation()  # left in the file by training; a prompt must never be cut or filled up silently
     tokenizer.no_padding()
     return tokenizer
