@@ -11,7 +11,8 @@ from skipstone.kernels.reference.sampling import derive_seed
 from skipstone.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamEvent
 from skipstone.runtime.engine import Engine
 from skipstone.serve.structured import GrammarCompiler
-from skipstone.serve.text import TextStream, Tokenizer
+from skipstone.serve.text import Tokenizer
+from skipstone.serve.text_stream import TextStream
 
 
 class Choice:
@@ -21,7 +22,6 @@ class Choice:
         self.index = index
         self.request = request
         self.stream = TextStream(tokenizer, request.params) if tokenizer else None
-        self.text = ""
         self.token_ids: list[int] = []
         self.stop_string: str | None = None
 
@@ -40,8 +40,12 @@ class Choice:
             del self.token_ids[self.stream.num_tokens :]
         elif request.finished:
             new += self.stream.finish()
-        self.text += new
         return new
+
+    @property
+    def text(self) -> str:
+        """All text that was safe to show."""
+        return self.stream.text if self.stream else ""
 
     def output(self) -> CompletionOutput:
         """The choice as the caller sees it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 import time
@@ -16,7 +17,8 @@ from tokenizers import Tokenizer as Backend
 
 from skipstone.core.request import SamplingParams
 from skipstone.errors import CheckpointError, RequestError
-from skipstone.serve.text import TextStream, Tokenizer
+from skipstone.serve.text import Tokenizer
+from skipstone.serve.text_stream import TextStream
 
 CORPUS = ["the stone skips over the water, the water keeps the stone", "你好 世界 👋🏽 zażółć", "def f(x): return x"]
 TEMPLATE = (
@@ -230,6 +232,13 @@ def test_a_folder_without_tokenizer_says_what_to_do(tmp_path: Path) -> None:
         Tokenizer(tmp_path)
 
 
+def test_a_decoder_that_looks_ahead_is_refused(tmp_path: Path) -> None:
+    backend = byte_level_backend()
+    backend.decoder = decoders.BPEDecoder()
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: decoder BPEDecoder .*use a byte-level"):
+        write_folder(tmp_path, backend)
+
+
 class Ending(NamedTuple):
     text: str
     num_tokens: int
@@ -238,11 +247,16 @@ class Ending(NamedTuple):
 
 def whole_text(tokenizer: Tokenizer, token_ids: list[int], params: SamplingParams) -> Ending:
     """What a stream must end with, from the decoded text of every number of tokens."""
+    vocabulary = Backend.from_file(str(tokenizer.folder / "tokenizer.json"))
+    # Bytes 0x80 and 0xBF: an open character can go on with one of them.
+    further = [[], *([vocabulary.token_to_id(name)] * 3 for name in "Ģ¿")]
 
     def settled(count: int) -> str:
-        while (text := tokenizer.decode(token_ids[:count], params.skip_special_tokens)).endswith("\ufffd"):
-            count -= 1
-        return text
+        """What further tokens cannot change."""
+        texts = [tokenizer.decode(token_ids[:count] + more, params.skip_special_tokens) for more in further]
+        return "".join(
+            same[0] for same in itertools.takewhile(lambda same: len(set(same)) == 1, zip(*texts, strict=False))
+        )
 
     text = tokenizer.decode(token_ids, params.skip_special_tokens)
     if len(token_ids) <= params.min_tokens:
@@ -303,9 +317,11 @@ def test_stream_equals_the_whole_text(
 def test_stream_of_a_tokenizer_that_strips_the_first_space(
     fallback_tokenizer: Tokenizer, prompt: str, cuts: set[int]
 ) -> None:
-    token_ids = fallback_tokenizer.encode(prompt + " the 漢字 the")
+    """The text goes on with the prompt, so its first space is there."""
+    before, token_ids = fallback_tokenizer.encode("the"), fallback_tokenizer.encode(prompt + " the 漢字 the")
     stream = TextStream(fallback_tokenizer, SamplingParams())
-    assert "".join(stream_all(stream, token_ids, cuts)) == fallback_tokenizer.decode(token_ids)
+    text = "".join(stream_all(stream, token_ids, cuts))
+    assert "the" + text == fallback_tokenizer.decode(before + token_ids)
 
 
 @settings(max_examples=200, deadline=None)

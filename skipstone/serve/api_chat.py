@@ -32,7 +32,6 @@ from skipstone.serve.api_tools import ToolUse
 from skipstone.serve.api_writers import Totals, extras
 from skipstone.serve.generation import Delta, Job, Timing
 from skipstone.serve.service import Service
-from skipstone.serve.text import UNFINISHED
 from skipstone.serve.tool_readers import Arguments, Begin, Piece, Reader, Text
 
 
@@ -106,6 +105,7 @@ class ChatWriter:
         self.totals = Totals(service, job, timing, body.prediction is not None)
         self._service = service
         self._body = body
+        self._job = job
         self._head: dict[str, Any] = {
             "id": f"chatcmpl-{job.request_id}",
             "created": service.now(),
@@ -154,12 +154,17 @@ class ChatWriter:
 
     def _entry(self, entry: TokenLogprobs) -> TokenLogprob:
         pairs = zip(entry.top_ids, entry.top_logprobs, strict=True)
-        top = [TopLogprob(**token_fields(self._service, token_id, logprob)) for token_id, logprob in pairs]
-        return TokenLogprob(**token_fields(self._service, entry.token_id, entry.logprob), top_logprobs=top)
+        hide = self._job.params.skip_special_tokens
+        top = [TopLogprob(**token_fields(self._service, *pair, hide)) for pair in pairs]
+        return TokenLogprob(**token_fields(self._service, entry.token_id, entry.logprob, hide), top_logprobs=top)
 
 
-def token_fields(service: Service, token_id: int, logprob: float) -> dict[str, Any]:
+def token_fields(service: Service, token_id: int, logprob: float, skip_special_tokens: bool = True) -> dict[str, Any]:
     """A token with its log-probability, as fields of TopLogprob."""
-    text = service.token_text(token_id)
-    content = None if UNFINISHED in text else list(text.encode())
-    return {"token": text, "logprob": max(logprob, LOWEST_LOGPROB), "bytes": content}
+    content, tokenizer = service.token_bytes(token_id), service.llm.tokenizer
+    hidden = skip_special_tokens and tokenizer is not None and token_id in tokenizer.special_names
+    return {
+        "token": content.decode(errors="backslashreplace"),
+        "logprob": max(logprob, LOWEST_LOGPROB),
+        "bytes": [] if hidden else list(content),
+    }

@@ -14,7 +14,7 @@ from skipstone.serve.api_tools import ToolUse
 from skipstone.serve.generation import Job
 from skipstone.serve.service import Service
 
-COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
+COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; the engine ends a text where the context does
 SAME_NAME = (
     *("temperature", "top_p", "top_k", "min_p", "n", "stop", "stop_token_ids", "include_stop_str_in_output", "seed"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "ignore_eos", "skip_special_tokens"),
@@ -28,9 +28,8 @@ async def completion_job(service: Service, body: CompletionRequest, request_id: 
     wanted: dict[str, Any] = {"logprobs": body.logprobs}
     if body.echo and body.logprobs is not None:
         wanted["prompt_logprobs"] = body.logprobs
-    room = service.max_model_len - max(map(len, prompts))
-    default = min(COMPLETION_TOKENS, room)
-    return await _job(service, body, request_id, prompts, body.max_tokens, default, wanted, constraint(body))
+    asked = constraint(body)
+    return await _job(service, body, request_id, prompts, body.max_tokens, COMPLETION_TOKENS, wanted, asked)
 
 
 async def chat_job(service: Service, body: ChatRequest, tools: ToolUse | None, request_id: str) -> Job:

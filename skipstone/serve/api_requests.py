@@ -14,7 +14,7 @@ from msgspec import Meta
 MOST_CHOICES = 16
 MOST_STOPS = 4
 TokenId = Annotated[int, Meta(ge=0)]
-Stop = Annotated[str, Meta(min_length=1)]
+Stop = Annotated[str, Meta(min_length=1, max_length=1000)]
 Content = str | list["TextPart"]
 Schema = dict[str, Any]
 

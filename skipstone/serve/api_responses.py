@@ -87,11 +87,11 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
 
 
 class TopLogprob(msgspec.Struct, kw_only=True):
-    """A likely token; `bytes` is null for a token that is a part of a character."""
+    """A likely token, parts of characters written as \\xe6. `bytes`: what it adds to the text; none if it is hidden."""
 
     token: str
     logprob: float
-    bytes: list[int] | None
+    bytes: list[int]
 
 
 class TokenLogprob(TopLogprob, kw_only=True):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import hashlib
 import time
 from collections.abc import Sequence
@@ -55,7 +54,6 @@ class Service:
         online = OnlineCheck(llm, config.online) if config.online is not None else None
         self.metrics = ServerMetrics(llm, self.name, config.metrics_prefix, observer, online, engine)
         self.engine = EngineThread(llm, config.max_queue, self.metrics, self._engine_died, observer, online)
-        self.token_text = functools.cache(self._token_text)
         self.death: asyncio.Future[str] | None = None
         """Set by whoever wants to know that the engine was given up."""
 
@@ -98,6 +96,14 @@ class Service:
                 param="model",
                 code="model_not_found",
             )
+
+    def token_text(self, token_id: int) -> str:
+        """Text of a token in the middle of a text; none without a tokenizer."""
+        return self.llm.tokenizer.token_text(token_id) if self.llm.tokenizer else ""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Bytes of a token in the middle of a text; none without a tokenizer."""
+        return self.llm.tokenizer.token_bytes(token_id) if self.llm.tokenizer else b""
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text."""
@@ -142,9 +148,6 @@ class Service:
             **{f"{phase}_seconds": round(seconds, 6) for phase, seconds in metrics.phase_seconds.items()},
             uptime_seconds=round(time.perf_counter() - self._started, 3),
         )
-
-    def _token_text(self, token_id: int) -> str:
-        return self.llm.tokenizer.token_text(token_id) if self.llm.tokenizer else ""
 
     def _engine_died(self, reason: str) -> None:
         death = self.death

@@ -1,4 +1,4 @@
-"""Text on both sides of the engine: prompts and chats to token ids, committed tokens back to text as they arrive.
+"""Prompts and chats to token ids, and what each token stands for.
 
 Knows the tokenizer files of a model folder. Does not know requests, queues or HTTP.
 """
@@ -6,9 +6,10 @@ Knows the tokenizer files of a model folder. Does not know requests, queues or H
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from functools import cached_property
+from functools import cache, cached_property
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,13 +18,18 @@ import jinja2
 import jinja2.meta
 import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import decoders
 
-from skipstone.core.request import SamplingParams
 from skipstone.errors import CheckpointError, RequestError
 from skipstone.serve.messages import plain_messages
 
 BUILT_IN = {"deepseek_v32": "deepseek_v32.jinja"}  # model type -> chat template
-UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what decoding gives for the first bytes of a character
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what decoding gives for bytes that are a part of a character
+PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+# The characters by which byte-level vocabularies write bytes: printable ones themselves, the rest from U+0100 on.
+BYTE_LEVEL = {chr(byte): byte for byte in PRINTABLE} | {
+    chr(0x100 + place): byte for place, byte in enumerate(byte for byte in range(0x100) if byte not in PRINTABLE)
+}
 
 
 class Tokenizer:
@@ -41,6 +47,11 @@ class Tokenizer:
         self.eos_token = _token_content(self._config.get("eos_token"))
         self.bos_token_id = self._id_of(self.bos_token)
         self.eos_token_id = self._id_of(self.eos_token)
+        self.token_bytes = cache(self._token_bytes)
+        """The bytes of a token in the middle of a text, leading space included; none for an id above the vocabulary.
+
+        Those of all its tokens, one behind the other, are a text. A token may begin and end within a character.
+        """
 
     @cached_property
     def vocab_size(self) -> int:
@@ -69,10 +80,28 @@ class Tokenizer:
         return token_ids[1:] if added else token_ids
 
     @cached_property
+    def special_names(self) -> dict[int, str]:
+        """The tokens that are no text, and how they are written."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {token_id: token.content for token_id, token in added.items() if token.special}
+
+    @cached_property
     def special_tokens(self) -> dict[str, int]:
         """Ids of the tokens that are no text."""
-        added = self._tokenizer.get_added_tokens_decoder()
-        return {token.content: token_id for token_id, token in added.items() if token.special}
+        return {name: token_id for token_id, name in self.special_names.items()}
+
+    def split_at_special_tokens(self, text: str) -> tuple[list[str], frozenset[str]]:
+        """The characters of a text, but each special token named in it as one; and which were named."""
+        if not self.special_tokens:
+            return list(text), frozenset()
+        parts = self._special_pattern.split(text)
+        symbols = [symbol for i, part in enumerate(parts) for symbol in ([part] if i % 2 else part)]
+        return symbols, frozenset(parts[1::2])
+
+    @cached_property
+    def _special_pattern(self) -> re.Pattern[str]:
+        names = sorted(self.special_tokens, key=len, reverse=True)
+        return re.compile(f"({'|'.join(map(re.escape, names))})")
 
     def encode_chat(
         self,
@@ -127,12 +156,41 @@ class Tokenizer:
         """Text of token ids. Bytes that form no character become U+FFFD; ids above the vocabulary are skipped."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
+    def places(self, text: str, token_ids: Sequence[int]) -> list[int]:
+        """For the tokens that `encode` made of a text: the place of the character that each begins in.
+
+        Tokens that were added to the text stand before its first character, or behind its last.
+        """
+        encoding = self._tokenizer.encode_batch([text], add_special_tokens=False)[0]
+        ids, contents = encoding.ids, [self.token_bytes(token_id) for token_id in encoding.ids]
+        places = [begin for begin, _ in encoding.offsets]
+        spaces = b"".join(contents).removesuffix(text.encode())
+        if spaces in (b"", b" "):  # nothing was rewritten: bytes tell more, as some offsets are those of several tokens
+            length = -len(spaces)
+            for i, content in enumerate(contents):
+                firsts = [byte & 0xC0 != 0x80 for byte in content]  # bytes that begin a character
+                places[i] = max(length - (not firsts[0]), 0)
+                length += sum(firsts)
+        more = len(token_ids) - len(ids)
+        added = next((front for front in range(more, -1, -1) if token_ids[front : front + len(ids)] == ids), 0)
+        return [0] * added + places + [len(text)] * (more - added)
+
     def token_text(self, token_id: int) -> str:
         """Text of one token as it reads in the middle of a text, leading space included; special tokens by name."""
+        return self.token_bytes(token_id).decode(errors="replace")
+
+    def _token_bytes(self, token_id: int) -> bytes:
         alone = self.decode([token_id], skip_special_tokens=False)
         # Some decoders strip the space before the first word, so the second of two equal tokens is looked at.
         twice = self.decode([token_id, token_id], skip_special_tokens=False)
-        return twice[len(alone) :] if twice.startswith(alone) else alone
+        text = twice[len(alone) :] if twice.startswith(alone) else alone
+        if UNFINISHED in text:  # a part of a character, which only the token's name in the vocabulary tells
+            name = self._tokenizer.id_to_token(token_id) or ""
+            if re.fullmatch("<0x[0-9A-F]{2}>", name):
+                return bytes.fromhex(name[3:5])
+            if BYTE_LEVEL.keys() >= set(name):
+                return bytes(BYTE_LEVEL[character] for character in name)
+        return text.encode()
 
     def _id_of(self, token: str | None) -> int | None:
         return None if token is None else self._tokenizer.token_to_id(token)
@@ -179,98 +237,6 @@ class Tokenizer:
         return source
 
 
-class TextStream:
-    """Detokenizer of one choice: takes the committed tokens run by run, gives the text that is certain.
-
-    Held back are an incomplete character, and an ending that may turn out to begin a stop string. All text given out
-    adds up to the decoded tokens, cut at the first stop string, however the tokens were split into runs.
-
-    The stop string that is complete first ends the text, whatever its place in the list; of two that are complete at
-    the same character, the longer one. It must be completed by a token after the first `min_tokens`.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
-        self._tokenizer = tokenizer
-        self._params = params
-        self._stop_strings = params.stop_strings
-        self._text = ""  # everything decoded, cut at the stop string
-        self._num_emitted = 0  # characters of it given out
-        self._context: list[int] = []  # the tokens of the last piece: spaces depend on what stands before
-        self._context_text = ""
-        self._pending: list[int] = []  # tokens after them, without text yet: they end within a character
-        self.num_tokens = 0
-        """How many of the pushed tokens belong to the text; the one that completes a stop string is the last."""
-        self.stopped_by: str | None = None
-        """The stop string that ended the text."""
-
-    @property
-    def text(self) -> str:
-        """All text given out so far."""
-        return self._text[: self._num_emitted]
-
-    def push(self, token_ids: list[int]) -> str:
-        """Add a run of committed tokens; return the newly certain text. Tokens after a stop string are ignored."""
-        for token in token_ids:
-            if self.stopped_by is not None:
-                break
-            self.num_tokens += 1
-            self._pending.append(token)
-            self._append(self._decode_pending(final=False))
-        return self._emit(len(self._text) - self._num_held())
-
-    def finish(self) -> str:
-        """Return what was held back, an incomplete character as U+FFFD. To be called when no more tokens come."""
-        if self.stopped_by is None and self._pending:
-            self._append(self._decode_pending(final=True))
-        return self._emit(len(self._text))
-
-    def _decode_pending(self, final: bool) -> str:
-        """Text of the pending tokens; nothing while they end within a character, unless they are the final ones."""
-        skip = self._params.skip_special_tokens
-        text = self._tokenizer.decode(self._context + self._pending, skip)
-        incomplete = text.endswith(UNFINISHED) or len(text) <= len(self._context_text)
-        if incomplete and not final:
-            return ""
-        if text.startswith(self._context_text):
-            piece = text[len(self._context_text) :]
-        else:  # after invalid bytes some decoders take back the characters before them, which were given out already
-            piece = self._tokenizer.decode(self._pending, skip)
-        self._context, self._pending = self._pending, []
-        self._context_text = self._tokenizer.decode(self._context, skip)
-        return piece
-
-    def _append(self, piece: str) -> None:
-        """Add decoded text and cut it at a stop string that ends within it."""
-        start = len(self._text)
-        self._text += piece
-        if not piece or self.num_tokens <= self._params.min_tokens:
-            return
-        matches = []  # (end, begin, stop string)
-        for stop in self._stop_strings:
-            begin = self._text.find(stop, max(0, start - len(stop) + 1))
-            if begin >= 0:
-                matches.append((begin + len(stop), begin, stop))
-        if matches:
-            end, begin, self.stopped_by = min(matches)
-            self._text = self._text[: end if self._params.include_stop_str_in_output else begin]
-
-    def _num_held(self) -> int:
-        """Length of the longest ending of the text that begins a stop string."""
-        if not self._stop_strings or self.stopped_by is not None or self._params.include_stop_str_in_output:
-            return 0
-        longest = max(len(stop) for stop in self._stop_strings) - 1
-        for length in range(min(longest, len(self._text)), 0, -1):
-            ending = self._text[-length:]
-            if any(len(stop) > length and stop.startswith(ending) for stop in self._stop_strings):
-                return length
-        return 0
-
-    def _emit(self, end: int) -> str:
-        piece = self._text[self._num_emitted : end]
-        self._num_emitted = end
-        return piece
-
-
 def _load_tokenizer(path: Path) -> tokenizers.Tokenizer:
     if not path.is_file():
         raise CheckpointError(
@@ -281,6 +247,11 @@ def _load_tokenizer(path: Path) -> tokenizers.Tokenizer:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing more specific
         raise CheckpointError(f"{path} cannot be read: {error}; download it again") from error
+    if isinstance(tokenizer.decoder, (decoders.BPEDecoder, decoders.CTC)):
+        raise CheckpointError(
+            f"{path}: decoder {type(tokenizer.decoder).__name__} makes a token's text depend on the next one, so that "
+            "it cannot be sent as it comes; use a byte-level or SentencePiece tokenizer"
+        )
     tokenizer.no_truncation()  # left in the file by training; a prompt must never be cut or filled up silently
     tokenizer.no_padding()
     return tokenizer
