@@ -21,11 +21,11 @@ def find_drafts(tokens: Tensor, length: Tensor, k: int, min_match: int, max_matc
     width = tokens.shape[1]
     column = torch.arange(width, device=tokens.device)
     going = column < length[:, None] - 1  # [D, W] whether all compared so far agreed, for a suffix that ends there
-    matched = torch.zeros(tokens.shape, dtype=torch.int32, device=tokens.device)
-    for back in range(max_match):
+    matched = torch.zeros(tokens.shape, dtype=torch.int16, device=tokens.device)
+    for back in range(min(max_match, width)):
         suffix = tokens.gather(1, (length[:, None] - 1 - back).clamp(min=0))  # [D, 1]
-        shifted = tokens.roll(back, dims=1)
-        going = going & (shifted == suffix) & (suffix >= 0) & (column >= back)
+        going[:, :back] = False
+        going[:, back:] &= (tokens[:, : width - back] == suffix) & (suffix >= 0)
         matched += going
     best, place = matched.max(dim=1, keepdim=True)  # the first of equal ones
     follows = place + 1 + torch.arange(k, device=tokens.device)
@@ -67,7 +67,7 @@ class NgramProposer:
         column = torch.arange(predicted.shape[1], device=length.device)
         output = tokens.gather(1, (column + (length - written)[:, None]).clamp(max=tokens.shape[1] - 1))
         agrees = ((output == predicted) | (column >= written[:, None])).all(dim=1, keepdim=True)
-        agrees &= predicted[:, :1] >= 0
+        agrees &= (written <= (predicted >= 0).sum(dim=1))[:, None] & (predicted[:, :1] >= 0)
         ahead = written[:, None] + torch.arange(step.k, device=length.device)
         going_on = predicted.gather(1, ahead.clamp(max=predicted.shape[1] - 1)).long()
         going_on = torch.where(ahead < predicted.shape[1], going_on, PAD)
