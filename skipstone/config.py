@@ -50,7 +50,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     exact: Annotated[bool, Meta(description="bit-equal logits whatever else runs in the step")] = True
     max_model_len: Annotated[PositiveInt | None, Meta(description="longest prompt plus output, in tokens")] = None
     max_num_seqs: Annotated[PositiveInt, Meta(description="most requests in one step")] = 64
-    max_num_batched_tokens: Annotated[PositiveInt, Meta(description="most rows in a step; prompts run in chunks")] = 512
+    max_num_batched_tokens: Annotated[
+        PositiveInt | None,
+        Meta(description="most rows in a step, prompts run in chunks; none: 512 on a CPU, 2048 on a GPU"),
+    ] = None
     block_size: Annotated[PositiveInt | None, Meta(description="tokens per cache block")] = None
     num_blocks: Annotated[PositiveInt | None, Meta(description="cache blocks; default: from cache_memory_gb")] = None
     cache_memory_gb: Annotated[PositiveFloat | None, Meta(description="memory for all caches")] = None

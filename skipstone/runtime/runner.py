@@ -133,15 +133,20 @@ class ModelRunner:
         with torch.inference_mode():
             blocks = -(-max_tokens // self.block_size)
             self.table = SequenceTable(max_requests, max_tokens, blocks, speculation.k, self.device)
-        self.max_tokens = max_tokens
+        self.max_tokens, self.most_drafts = max_tokens, speculation.k
         parts = (model, self.groups, self.table, ops, self.block_size)
         self.step = Step(*parts, speculation.proposer, speculation.verifier, speculation.draft_sampling, speculation.k)
         self.features: dict[int, Features] = {}
         capturable = speculation.proposer is None or speculation.proposer.needs.graphs
-        self.graphs = graphs and capturable and ops.implementation == "triton" and observer is None
+        self.graphs = graphs and capturable and ops.implementation == "triton"
         self._captured: dict[tuple[int, int], DecodeGraph] = {}  # by requests and k
         self._pool: Any = None
-        self.replays = 0
+        self.replays = self.captures = 0
+
+    @property
+    def watched(self) -> bool:
+        """Whether an observer is to be told of each step's tokens."""
+        return self.observer is not None and self.observer.wants_runs
 
     @property
     def proposer(self) -> Proposer | None:
@@ -153,14 +158,13 @@ class ModelRunner:
         handle = StepHandle(plan)
         with torch.inference_mode(), self._place(plan):
             self._update(plan)
-            if self.graphs and all(map(self._only_decodes, plan.items)):
+            if self.graphs and not self.watched and all(map(self._only_decodes, plan.items)):
                 handle.graph = self._filled_graph(plan.items)
                 handle.graph.run.replay()
                 handle.forward = handle.graph.forward
                 self.replays += 1
                 return handle
-            wants_runs = self.observer is not None and self.observer.wants_runs
-            layout = make_layout(plan.items, self.table, self.step.needs_every_row or wants_runs)
+            layout = make_layout(plan.items, self.table, self.step.needs_every_row or self.watched)
             handle.forward = self.step.forward(layout)
             self._ended("target")
         return handle
@@ -179,7 +183,7 @@ class ModelRunner:
                     return
                 features += [PLAIN] * (len(forward.layout.counts) - len(features))  # of padding
             outcome = self.step.finish(forward, features, self._allowed(handle, masks))
-            if self.observer is not None and self.observer.wants_runs:
+            if self.watched:
                 logits = forward.logits[: forward.layout.num_sampled].float()
                 handle.watched = Watched(logits, decision_scores(logits, outcome.rows))
             self._ended("verify")
@@ -214,10 +218,11 @@ class ModelRunner:
         return cpu_threads(1 if small else torch.get_num_threads())
 
     def _ended(self, phase: Phase) -> None:
-        if self.observer is not None:
-            if self.device.type != "cpu":
-                torch.cuda.synchronize()
-            self.observer.on_phase(phase)
+        if self.observer is None or (self.device.type != "cpu" and not self.observer.wants_phases):
+            return
+        if self.device.type != "cpu":
+            torch.cuda.synchronize()
+        self.observer.on_phase(phase)
 
     def _update(self, plan: StepPlan) -> None:
         """Take over what the plan says about requests and blocks."""
@@ -337,4 +342,5 @@ class ModelRunner:
         with torch.cuda.graph(graph, pool=self._pool):
             result = work()
         self._pool = graph.pool()
+        self.captures += 1
         return graph, result

@@ -187,10 +187,16 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
         torch.manual_seed(0)  # the weights
         began = time.perf_counter()
         engine = Engine(slice_info(args.slice), config)
-        print(f"k = {k}: ready after {time.perf_counter() - began:.1f} s", flush=True)
+        built = time.perf_counter() - began
+        if args.warmup == "all":
+            engine.warm_up()
+        ready = time.perf_counter() - began
+        print(f"k = {k}: built in {built:.1f} s, ready after {ready:.1f} s", flush=True)
         for load in LOADS:
             for turn in range(args.rounds if load.name in wanted else 0):
+                made = engine.late_compilations
                 cell = {"k": k, "load": load.name, "turn": turn, **drive(engine, load, turn).summary()}
+                cell["compilations"] = engine.late_compilations - made
                 cells.append(cell)
                 print(json.dumps(cell), flush=True)
         if "mixed" in wanted:
@@ -211,6 +217,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--k", default="0,3", metavar="LIST", help="drafts a step, by the MTP module [0,3]")
     add("--loads", metavar="LIST", help="scenarios, by name, and mixed; none: all scenarios")
     add("--rounds", type=positive, default=2, metavar="N", help="times that each is run, the first one cold [2]")
+    add("--warmup", default="all", choices=("all", "none"), help="before the first scenario [all]")
     add("--running", type=positive, default=56, metavar="N", help="mixed: requests that decode [56]")
     add("--steps", type=positive, default=24, metavar="N", help="mixed: steps that are timed [24]")
     add("--acceptance", default=RATES, metavar="LIST", help=f"simulated acceptance per position [{RATES}]")
@@ -221,6 +228,5 @@ COMMAND = Command(
     usage="[--slice NAME] [--k LIST] [--loads LIST] [options]",
     options={EngineConfig: OPTIONS},
     run=run,
-    defaults={"max_num_batched_tokens": 2048},
     add_arguments=_add_arguments,
 )

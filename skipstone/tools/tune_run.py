@@ -166,7 +166,7 @@ def _roomy(config: EngineConfig, options: TuneOptions) -> EngineConfig:
     return msgspec.structs.replace(
         config,
         max_num_seqs=max(config.max_num_seqs, options.batches[-1]),
-        max_num_batched_tokens=max(config.max_num_batched_tokens, rows),
+        max_num_batched_tokens=max(config.max_num_batched_tokens or 512, rows),
     )
 
 
