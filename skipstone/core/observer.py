@@ -41,7 +41,7 @@ class Observer:
     layer may be those of the rows with logits only, and steps that are graphs tell nothing.
     """
     wants_phases = True
-    """Whether a GPU is waited for at the end of each part, as its time is not known otherwise. On a CPU it always is."""
+    """Whether a GPU is waited for at the end of each part, as its time is not known otherwise."""
 
     def on_selection(self, layer: int, selection: Selection) -> None:
         """A sparse layer of the target has chosen the keys of every row of the step's batch."""
