@@ -26,7 +26,7 @@ from skipstone.runtime.scheduler import Scheduler
 from skipstone.runtime.speculation import Surroundings, make_speculation
 from skipstone.runtime.warmup import Tick, warm_up
 
-# Rows of a step by device. A GPU reads prompts 3.6 times faster with 2,048 than with 512, and a few per cent slower than
+# Rows of a step. A GPU reads prompts 3.6 times faster with 2,048 than with 512, and a few per cent slower than
 # with 8,192, for which decoding requests would wait four times as long.
 ROWS = {"cpu": 512, "cuda": 2048}
 
