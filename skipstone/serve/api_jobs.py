@@ -46,9 +46,23 @@ async def chat_job(service: Service, body: ChatRequest, tools: ToolUse | None, r
         raise template_error(error, service) from None
     wanted: dict[str, Any] = {"logprobs": (body.top_logprobs or 0) if body.logprobs else None}
     asked = constraint(body)
+    whole = asked.path if asked else "tool_choice" if tools and tools.must_call else None
+    if whole and service.tokenizer.opens_thought(prompt):
+        raise bad_request(
+            f"{whole} says what the whole answer is, but this prompt lets the model think before it answers; switch "
+            "that off in chat_template_kwargs, or leave one of them out",
+            whole,
+        )
     if tools is not None:
         asked = tools.constraint(asked)
-        wanted["skip_special_tokens"] = False  # the marks of a call may be such tokens
+        if tools.special_marks:
+            if body.skip_special_tokens:
+                raise bad_request(
+                    f"skip_special_tokens=true would hide {tools.special_marks[0]}, by which calls are recognised; "
+                    "leave it out, or send tool_choice='none'",
+                    "skip_special_tokens",
+                )
+            wanted["skip_special_tokens"] = False
     return await _job(service, body, request_id, [prompt], limits.pop() if limits else None, None, wanted, asked)
 
 

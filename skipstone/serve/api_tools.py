@@ -57,6 +57,9 @@ class ToolUse:
                 )
             self._schemas = {name: self._schemas[name]}
             self.several = False
+        marker = self.reader().marker
+        self.special_marks = [name for name in self._special if name in marker]
+        """Special tokens that calls are recognised by."""
         self._strict = any(tool.function.strict for tool in tools)
 
     def reader(self) -> Reader:
