@@ -47,7 +47,7 @@ async def chat_job(service: Service, body: ChatRequest, tools: ToolUse | None, r
     wanted: dict[str, Any] = {"logprobs": (body.top_logprobs or 0) if body.logprobs else None}
     asked = constraint(body)
     whole = asked.path if asked else "tool_choice" if tools and tools.must_call else None
-    if whole and service.tokenizer.opens_thought(prompt):
+    if whole and _opens_thought(service, body, prompt):
         raise bad_request(
             f"{whole} says what the whole answer is, but this prompt lets the model think before it answers; switch "
             "that off in chat_template_kwargs, or leave one of them out",
@@ -64,6 +64,12 @@ async def chat_job(service: Service, body: ChatRequest, tools: ToolUse | None, r
                 )
             wanted["skip_special_tokens"] = False
     return await _job(service, body, request_id, [prompt], limits.pop() if limits else None, None, wanted, asked)
+
+
+def _opens_thought(service: Service, body: ChatRequest, prompt: list[int]) -> bool:
+    """Whether what comes next is thought."""
+    begun = _text(body.messages[-1].content or "") if body.continue_final_message else ""
+    return service.tokenizer.opens_thought(prompt) or begun.rfind("<think>") > begun.rfind("</think>")
 
 
 def template_options(body: ChatRequest | TemplateRequest, tools: ToolUse | None) -> tuple[Any, ...]:
