@@ -189,8 +189,15 @@ def test_what_cannot_be_gone_on_with(tokenizer: text.Tokenizer, tmp_path: Path) 
 
 
 def test_prompts_that_open_a_thought(tokenizer: text.Tokenizer) -> None:
+    def refused(token_ids: list[int]) -> bool:
+        try:
+            tokenizer.check_constraint(token_ids, "regex")
+        except RequestError as error:
+            return str(error).startswith("regex says what the whole answer is")
+        return False
+
     def opens(written: str) -> bool:
-        return tokenizer.opens_thought(tokenizer.encode(written))
+        return refused(tokenizer.encode(written))
 
     for written in ("<think>", "a<think>\n", "<mm:think>", "<seed:think>\n\n", "<thinking> "):
         assert opens(written)
@@ -198,7 +205,7 @@ def test_prompts_that_open_a_thought(tokenizer: text.Tokenizer) -> None:
         assert not opens(written)
     for thinking in (True, False):
         ids = tokenizer.encode_chat([says("user", "What is <think>?")], variables={"thinking": thinking})
-        assert tokenizer.opens_thought(ids) == thinking
+        assert refused(ids) == thinking
 
 
 def test_a_template_in_the_folder_wins(tokenizer: text.Tokenizer, tmp_path: Path) -> None:

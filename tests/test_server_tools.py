@@ -13,6 +13,9 @@ import pytest
 from openai import pydantic_function_tool
 from serving import Serving, serving, wait_for
 
+from skipstone import SamplingParams
+from skipstone.errors import RequestError
+
 DEMO = Path(__file__).resolve().parent.parent / "checkpoints" / "demo"
 pytestmark = pytest.mark.skipif(
     not any(DEMO.glob("*.safetensors")), reason="the demo checkpoint's weights are not here"
@@ -348,6 +351,8 @@ def test_special_tokens_are_hidden_where_calls_do_not_need_them(client: openai.O
         for skip, content in ((True, ""), (None, ""), (False, "<|user|>" * 3)):
             answer = ask(server.client(), model="plain", **user, extra_body={"skip_special_tokens": skip})
             assert answer.choices[0].message.content == content
+        with pytest.raises(RequestError, match="regex says what the whole answer is"):
+            server.service.llm.chat([{"role": "user", "content": "<think>"}], SamplingParams(regex="a"))
 
 
 def test_a_thought_is_not_held_to_what_the_answer_is(tmp_path: Path) -> None:

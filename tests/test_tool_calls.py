@@ -470,6 +470,49 @@ class TestGrammars:
         assert not self.legal(text, "a " + marker + " not a call", special, folder)[0]
 
 
+TEXT_OR_NULL: dict[str, Any] = {"type": ["string", "null"]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "legal", "values"),
+    [
+        ({"type": "string"}, True, {"minimax": ["a<b", "3", "null"], "dsml": ["a<b", "3", "null"]}),
+        ({"$ref": "#/$defs/text"}, True, {"minimax": ["a<b", "3"], "dsml": ["a<b", "3"]}),
+        ({"allOf": [{"type": "string"}, {"minLength": 1}]}, True, {"minimax": ["3"], "dsml": ["3"]}),
+        ({"$ref": "#/$defs/a~1b"}, True, {"minimax": ["1"], "dsml": ["1"]}),
+        ({"$ref": "#/$defs/a~1b"}, False, {"minimax": ["2", '"1"'], "dsml": ["2", 1]}),
+        ({"anyOf": [{"const": "x"}, {"enum": ["y"]}]}, True, {"minimax": ["x", "y"], "dsml": ["x", "y"]}),
+        ({"anyOf": [{"const": "x"}, {"enum": ["y"]}]}, False, {"minimax": ["z"], "dsml": ["z"]}),
+        (TEXT_OR_NULL, True, {"minimax": ["a<b", "3", '"', None], "dsml": [None]}),
+        ({"enum": ["1", None]}, True, {"minimax": ["1", None], "dsml": [None]}),
+        ({"enum": ["1", None]}, False, {"minimax": ["2", ""], "dsml": [1]}),
+        ({"type": ["integer", "null"]}, True, {"minimax": [3, None], "dsml": [3, None]}),
+        ({"type": ["integer", "null"]}, False, {"minimax": ["x", 1.5], "dsml": ["x", 1.5]}),
+    ],
+)
+@pytest.mark.parametrize("name", ["minimax", "dsml"])
+def test_what_is_legal_is_read_as_what_the_schema_says(
+    folder: Path, name: str, schema: dict[str, Any], legal: bool, values: dict[str, list[Any]]
+) -> None:
+    schemas = {"f": {"type": "object", "properties": {"v": schema}, "required": ["v"]} | PLACES}
+    tokenizer, table, special = vocabulary(True, folder)
+    grammar, reader = GrammarText(special), {"minimax": MinimaxReader, "dsml": DsmlReader}[name]
+    text = grammar.text(f"{grammar.literal(reader(schemas).marker)} {GRAMMARS[name](grammar, schemas, False)}")
+    for value in values[name]:
+        bare = value if isinstance(value, str) else json.dumps(value)
+        if name == "minimax":
+            call = m3('<tool_call>\n<invoke name="f">\n<v>') + bare + m3("</v>\n</invoke>\n</tool_call>")
+        else:
+            head = f'<|parameter name="v" string="{"true" if isinstance(value, str) else "false"}">'
+            call = f'<|function_calls>\n<|invoke name="f">\n{head}~</|parameter>\n</|invoke>\n</|function_calls>'
+            call = dsml(call).replace("~", bare)
+        matcher = llguidance.LLMatcher(table, text)
+        ids = tokenizer.encode(call, add_special_tokens=False).ids
+        assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) == legal, call
+        if legal:
+            assert [json.loads(arguments) for _, arguments in read(reader(schemas), call)[1]] == [{"v": value}]
+
+
 def test_formats_are_told_apart_by_their_signs() -> None:
     for one in FORMATS:
         (name,) = [name for name, text in TEXTS.items() if one.sign in text]

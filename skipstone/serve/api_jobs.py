@@ -47,12 +47,8 @@ async def chat_job(service: Service, body: ChatRequest, tools: ToolUse | None, r
     wanted: dict[str, Any] = {"logprobs": (body.top_logprobs or 0) if body.logprobs else None}
     asked = constraint(body)
     whole = asked.path if asked else "tool_choice" if tools and tools.must_call else None
-    if whole and _opens_thought(service, body, prompt):
-        raise bad_request(
-            f"{whole} says what the whole answer is, but this prompt lets the model think before it answers; switch "
-            "that off in chat_template_kwargs, or leave one of them out",
-            whole,
-        )
+    if whole:
+        _check_constraint(service, body, prompt, whole)
     if tools is not None:
         asked = tools.constraint(asked)
         if tools.special_marks:
@@ -66,10 +62,15 @@ async def chat_job(service: Service, body: ChatRequest, tools: ToolUse | None, r
     return await _job(service, body, request_id, [prompt], limits.pop() if limits else None, None, wanted, asked)
 
 
-def _opens_thought(service: Service, body: ChatRequest, prompt: list[int]) -> bool:
-    """Whether what comes next is thought."""
+def _check_constraint(service: Service, body: ChatRequest, prompt: list[int], path: str) -> None:
+    """Raise ApiError when what comes next is thought, and so no answer."""
     begun = _text(body.messages[-1].content or "") if body.continue_final_message else ""
-    return service.tokenizer.opens_thought(prompt) or begun.rfind("<think>") > begun.rfind("</think>")
+    if begun.rfind("<think>") > begun.rfind("</think>"):
+        raise bad_request(f"{path} says what the whole answer is, but the last message ends within a thought", path)
+    try:
+        service.tokenizer.check_constraint(prompt, path)
+    except SkipstoneError as error:
+        raise bad_request(str(error), path) from None
 
 
 def template_options(body: ChatRequest | TemplateRequest, tools: ToolUse | None) -> tuple[Any, ...]:

@@ -171,9 +171,16 @@ class Tokenizer:
     def _variables(self) -> Set[str]:
         return jinja2.meta.find_undeclared_variables(self._template.environment.parse(self.template_source))
 
-    def opens_thought(self, token_ids: Sequence[int]) -> bool:
-        """Whether a prompt ends with the tag that begins a thought, so that the answer only comes behind it."""
-        return THOUGHT.search(self.decode(token_ids[-32:], skip_special_tokens=False)) is not None
+    def check_constraint(self, token_ids: Sequence[int], name: str) -> None:
+        """Raise RequestError when a chat's prompt ends with the tag that begins a thought.
+
+        The answer only comes behind the thought, so that `name` says what the whole answer is cannot be followed.
+        """
+        if THOUGHT.search(self.decode(token_ids[-32:], skip_special_tokens=False)):
+            raise RequestError(
+                f"{name} says what the whole answer is, but this prompt lets the model think before it answers; switch "
+                "that off (servers: in chat_template_kwargs), or leave one of them out"
+            )
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids. Bytes that form no character become U+FFFD; ids above the vocabulary are skipped."""
