@@ -188,6 +188,14 @@ def test_what_cannot_be_gone_on_with(tokenizer: text.Tokenizer, tmp_path: Path) 
         assert made.endswith("</think>b ")
 
 
+def test_tools_too_deep_for_the_template(tokenizer: text.Tokenizer) -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(5000):
+        deep = {"a": deep}
+    with pytest.raises(RequestError, match="refused the messages: maximum recursion depth"):
+        tokenizer.render_chat([says("user", "a")], tools=[{"type": "function", "function": deep}])
+
+
 def test_prompts_that_open_a_thought(tokenizer: text.Tokenizer) -> None:
     def refused(token_ids: list[int]) -> bool:
         try:
