@@ -252,7 +252,10 @@ class LLM:
     def _chat_session(self, messages: Messages, params: SamplingParams | None) -> Session:
         if self.tokenizer is None:
             raise RequestError(f"{self.folder.name} has no tokenizer.json, so it cannot chat")
-        return self._make_session(None, self.tokenizer.encode_chat(messages), self._params_for(params, 1)[0])
+        token_ids, params = self.tokenizer.encode_chat(messages), self._params_for(params, 1)[0]
+        if params.structured_output:
+            self.tokenizer.check_constraint(token_ids, params.structured_output[0])
+        return self._make_session(None, token_ids, params)
 
     def _make_session(self, prompt: str | None, token_ids: list[int], params: SamplingParams) -> Session:
         params.validate(self.engine.vocab_size)

@@ -303,6 +303,17 @@ class TestGenerate:
         result = run("generate", model, "-f", file)
         assert result.code == 2 and "a.jsonl:1: messages[0].content[1]={'type': 'image_url'}" in result.err
 
+    @pytest.mark.skipif(not any(DEMO.glob("*.safetensors")), reason="the demo checkpoint's weights are not here")
+    def test_a_thought_is_not_held_to_a_constraint(self, run: Callable[..., Result], tmp_path: Path) -> None:
+        copy, file = tmp_path / "thinks", tmp_path / "a.jsonl"
+        shutil.copytree(DEMO, copy)
+        (copy / "chat_template.jinja").write_text("{{ messages[0].content }}<think>")
+        file.write_text(json.dumps({"messages": [{"role": "user", "content": "four"}]}))
+        common = ["--regex", "a", "-q", "--max-tokens", "1"]
+        result = run("generate", copy, "-f", file, *common)
+        assert result.code == 2 and "a.jsonl:1: regex says what the whole answer is" in result.err
+        assert "error: regex says what" in run("chat", copy, *common, stdin="four\n").err
+
     def test_json_file_and_several_choices(self, run: Callable[..., Result], model: Path, tmp_path: Path) -> None:
         target = tmp_path / "out.jsonl"
         result = run("generate", model, "-p", "a", "--n", "3", "--max-tokens", "2", "--json", target, "--stats")

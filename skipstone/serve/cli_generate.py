@@ -43,6 +43,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     with open_model(settings, args.quiet) as (llm, resolved):
         params = [resolved.sampling_params(prompt.overrides) for prompt in prompts]
         inputs = [encoded(llm, prompt) for prompt in prompts]
+        _check_constraints(llm, prompts, inputs, params)
         streams = len(prompts) == 1 and params[0].n == 1 and args.json is None and sys.stdout.isatty()
         if streams:
             outputs = [_stream(llm, inputs[0], params[0])]
@@ -78,6 +79,16 @@ def encoded(llm: LLM, prompt: Prompt) -> list[int]:
             f"max_model_len={limit}; shorten it or raise --max-model-len"
         )
     return token_ids
+
+
+def _check_constraints(llm: LLM, prompts: list[Prompt], inputs: list[list[int]], params: list[SamplingParams]) -> None:
+    """Raise RequestError naming the line of a conversation that begins with a thought, where no constraint holds."""
+    for prompt, token_ids, chosen in zip(prompts, inputs, params, strict=True):
+        if prompt.messages and llm.tokenizer is not None and chosen.structured_output is not None:
+            try:
+                llm.tokenizer.check_constraint(token_ids, chosen.structured_output[0])
+            except RequestError as error:
+                raise RequestError(f"{prompt.source}: {error}") from None
 
 
 def _stream(llm: LLM, token_ids: list[int], params: SamplingParams) -> RequestOutput:
