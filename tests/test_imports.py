@@ -51,6 +51,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "models.base",
         "models.loader",
         "models.locate",
+        "models.headers",
+        "models.stored",
         "llm",
         "session",
         "serve",

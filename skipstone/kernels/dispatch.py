@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,8 @@ import torch
 from skipstone.config import Kernels
 from skipstone.errors import ConfigError, UnsupportedError
 from skipstone.kernels.ops import OP_NAMES, Implementation, Ops, implementation_of, load_ops
+
+CPU = torch.device("cpu")
 
 
 class Choice(NamedTuple):
@@ -34,6 +37,19 @@ def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
     """The dtype that "auto", "float32" or "bfloat16" means on a device."""
     small = dtype == "bfloat16" or (dtype == "auto" and device.type != "cpu")
     return torch.bfloat16 if small else torch.float32
+
+
+def free_memory_bytes(device: torch.device = CPU) -> int:
+    """A GPU's free memory, or what can be taken without swapping: from /proc/meminfo, 4 GiB where there is none."""
+    if device.type != "cpu":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 4 << 30
 
 
 def triton_refusal(device: torch.device) -> str | None:

@@ -13,6 +13,8 @@ from skipstone.core.kv_cache import CacheSpec
 from skipstone.errors import ConfigError
 from skipstone.layers.linear import Linear
 
+MTP_MODULE = "MTP module"  # why a target leaves out the tensors of a draft module in its own files
+
 
 class ModelConfig(Protocol):
     """The part of a model's configuration that the engine reads."""
@@ -85,6 +87,11 @@ class WeightedModel(nn.Module):
     def ignored_weight(self, name: str) -> str | None:
         """Why a checkpoint tensor without a slot is left out ("vision tower"), or None: it is unexpected."""
         raise NotImplementedError
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What a user should know of it that no option says, for the start-up card."""
+        return ()
 
     def after_load(self) -> None:
         """What must be derived from the weights once they are in place."""

@@ -7,6 +7,7 @@ norm. Two layouts are read: the hub's (`LlamaForCausalLMEagle3`) and that of the
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +50,7 @@ class Eagle3Config:
     draft_vocab: int
     norm_before_residual: bool
     norm_output: bool
+    usual_taps: bool  # config.json names none
 
 
 def read_eagle3(raw: dict[str, Any], target: ModelConfig, where: str) -> Eagle3Config:
@@ -74,6 +76,7 @@ def read_eagle3(raw: dict[str, Any], target: ModelConfig, where: str) -> Eagle3C
         draft_vocab=draft_vocab,
         norm_before_residual=bool(options.expect("norm_before_residual", (True, False), False)),
         norm_output=bool(options.expect("norm_output", (True, False), False)),
+        usual_taps=not options.raw.get(TAP_KEY),
     )
 
 
@@ -167,7 +170,7 @@ class Eagle3(DraftHead):
     """The head. What its files leave out, embedding or vocabulary product, is the target's."""
 
     def __init__(
-        self, config: Eagle3Config, target: CausalLM, names: list[str], dtype: torch.dtype, max_position: int
+        self, config: Eagle3Config, target: CausalLM, names: Collection[str], dtype: torch.dtype, max_position: int
     ) -> None:
         """`names`: the tensors in its files. Raises CheckpointError when the target's cannot replace a missing one."""
         super().__init__()
@@ -202,6 +205,11 @@ class Eagle3(DraftHead):
     def sparse(self) -> None:
         """The layer is dense."""
         return None
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """Where its layers come from, if config.json does not name them."""
+        return (f"config.json names no {TAP_KEY}: the usual 2, n/2 and n-3",) if self.config.usual_taps else ()
 
     def first_hidden(self, hidden: HiddenStates) -> Tensor:
         """fc of the tapped states side by side."""
@@ -242,7 +250,7 @@ class Eagle3(DraftHead):
         return reasons.get(name) or ("copy of the target's" if name.startswith("verifier_") else None)
 
 
-def _check_stored(config: Eagle3Config, names: list[str], target_hidden: int, vocab: int) -> None:
+def _check_stored(config: Eagle3Config, names: Collection[str], target_hidden: int, vocab: int) -> None:
     hidden, draft_vocab = config.layer.hidden_size, config.draft_vocab
     if "embed_tokens.weight" not in names and hidden != target_hidden:
         raise CheckpointError(
