@@ -21,6 +21,7 @@ from torch import Tensor
 
 from skipstone import LLM, SamplingParams
 from skipstone.errors import ConfigError, SkipstoneError, UnsupportedError
+from skipstone.kernels.dispatch import free_memory_bytes
 from skipstone.serve import cli
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -369,10 +370,16 @@ class TestMemory:
     def test_a_model_that_does_not_fit(
         self, folder: Callable[[str], Path], free: Callable[[int], None], capsys: pytest.CaptureFixture[str]
     ) -> None:
-        free(100_000)
-        error = refused(folder("m3"), capsys, "100,000 bytes are free", "--dtype bfloat16", "as float32")
-        assert isinstance(error, ConfigError)
+        cli.run(["inspect", str(folder("m3")), "--json"])
+        needed = json.loads(capsys.readouterr().out)["loaded_bytes"]
+        free(needed)
+        assert verdict(folder("m3"), capsys)[0] is None
+        free(needed - 1)
+        parts = [f"{needed - 1:,} bytes are free", "--dtype bfloat16", "as float32"]
+        assert isinstance(refused(folder("m3"), capsys, *parts), ConfigError)
         assert verdict(folder("m3"), capsys)[1].endswith("this checkpoint does not load here\n")
+        free(1000)
+        assert "--dtype" not in str(verdict(folder("m3"), capsys)[0])
 
     def test_modules_that_do_not_fit(
         self, tmp_path: Path, free: Callable[[int], None], capsys: pytest.CaptureFixture[str]
@@ -407,6 +414,29 @@ class TestMemory:
             os.truncate(folder / name, 8 + len(text) + end)
         error = refused(folder, capsys, "bytes are free here", "use a machine with more memory")
         assert "2,048,0" in str(error)  # 4e9 rows of 64 in float32, twice
+
+
+@pytest.mark.parametrize(
+    ("limit", "stat", "expected"),
+    [
+        (b"3000000", b"anon 5\ninactive_file 500000\n", 2_500_000),
+        (b"500000", b"inactive_file 100\n", 0),
+        (b"9000000000", b"inactive_file 0\n", 8_000 * 1024),
+        (b"max", b"inactive_file 0\n", 8_000 * 1024),
+        (b"3000000", b"", 8_000 * 1024),
+    ],
+)
+def test_free_memory_knows_a_containers_limit(
+    limit: bytes, stat: bytes, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, content in {"memory.max": limit, "memory.current": b"1000000", "memory.stat": stat}.items():
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable: 8000 kB\nHugePages_Total:  0\n")
+    monkeypatch.setattr("skipstone.kernels.dispatch.MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr("skipstone.kernels.dispatch.CGROUP", tmp_path)
+    assert free_memory_bytes() == expected
+    (tmp_path / "memory.max").unlink()
+    assert free_memory_bytes() == 8_000 * 1024
 
 
 class TestHeads:

@@ -14,6 +14,8 @@ from skipstone.errors import ConfigError, UnsupportedError
 from skipstone.kernels.ops import OP_NAMES, Implementation, Ops, implementation_of, load_ops
 
 CPU = torch.device("cpu")
+MEMINFO = Path("/proc/meminfo")
+CGROUP = Path("/sys/fs/cgroup")  # of the container that this runs in
 
 
 class Choice(NamedTuple):
@@ -40,16 +42,26 @@ def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 
 def free_memory_bytes(device: torch.device = CPU) -> int:
-    """A GPU's free memory, or what can be taken without swapping: from /proc/meminfo, 4 GiB where there is none."""
+    """A GPU's free memory, or what can be taken without swapping: 4 GiB where the system does not say.
+
+    A container's own limit counts as well: whoever exceeds it is killed.
+    """
     if device.type != "cpu":
         return torch.cuda.mem_get_info(device)[0]
     try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return 4 << 30
+        available = _numbers(MEMINFO)["MemAvailable:"] * 1024
+    except (OSError, ValueError, KeyError):
+        available = 4 << 30
+    try:
+        limit, used = (int((CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
+        reclaimable = _numbers(CGROUP / "memory.stat")["inactive_file"]
+    except (OSError, ValueError, KeyError):  # no container, or "max": no limit
+        return available
+    return max(0, min(available, limit - used + reclaimable))
+
+
+def _numbers(file: Path) -> dict[str, int]:
+    return {words[0]: int(words[1]) for line in file.read_text().splitlines() if len(words := line.split()) > 1}
 
 
 def triton_refusal(device: torch.device) -> str | None:

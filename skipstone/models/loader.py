@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -147,7 +148,7 @@ def memory_refusal(needed: int, more: int, dtype: torch.dtype, free: int) -> str
         return None
     modules = f" and those of MTP modules {more:,}" if more else ""
     hints = ["--spec off leaves the modules out"] if more and needed <= free else []
-    hints += ["--dtype bfloat16 halves them"] if dtype == torch.float32 else []
+    hints += ["--dtype bfloat16 halves them"] if dtype == torch.float32 and (needed + more) // 2 <= free else []
     name = str(dtype).removeprefix("torch.")
     way = ", or ".join([*hints, "use a machine with more memory"])
     return f"the weights take {needed:,} bytes as {name}{modules}, but {free:,} bytes are free here: {way}"
@@ -155,13 +156,12 @@ def memory_refusal(needed: int, more: int, dtype: torch.dtype, free: int) -> str
 
 def _read(slots: dict[str, Tensor], match: Match) -> None:
     """Each tensor once, straight into the view that it fills, file by file."""
-    for file in sorted({tensor.file for tensor in match.loaded.values()}):
+    for file, entries in groupby(match.loaded.items(), lambda entry: entry[1].file):
         path = match.folder / file
         try:
             with safe_open(path, framework="pt") as shard:
-                for name, tensor in match.loaded.items():
-                    if tensor.file == file:
-                        slots[name].copy_(shard.get_tensor(tensor.name))
+                for name, tensor in entries:
+                    slots[name].copy_(shard.get_tensor(tensor.name))
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path} cannot be read ({error}); it may be truncated: download it again") from None
 
