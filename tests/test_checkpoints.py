@@ -110,7 +110,7 @@ class TestStoredDtypes:
     ) -> None:
         name, tiny = PREFIX + SLOTS[slot], m3()
         folder = with_tensors(tiny, tmp_path / "m3", {name: tiny.tensors[name].to(dtype)})
-        error = refused(folder, capsys, name, "BF16, F16 or F32", "1 tensors are stored in a dtype")
+        error = refused(folder, capsys, name, "BF16, F16, F32", "1 tensors are stored in a dtype")
         assert isinstance(error, UnsupportedError)
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.bfloat16], ids=str)
@@ -164,16 +164,16 @@ class TestStoredDtypes:
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 DECLARED = {
-    "DeepSeek": (FP8 | {"scale_fmt": "ue8m0"}, ["FP8", "quant_method='fp8'", "weight_block_size=[128, 128]", "ue8m0"]),
+    "DeepSeek": (FP8 | {"scale_fmt": "ue8m0"}, ["FP8", "'weight_block_size': [128, 128]", "ue8m0"]),
     "MXFP8": ({"quant_method": "mxfp8", "weight_block_size": [1, 32]}, ["MXFP8", "[1, 32]"]),
     "compressed-tensors": ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, ["pack-quantized"]),
-    "ModelOpt": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, ["modelopt", "quant_algo='NVFP4'"]),
-    "GPTQ": ({"quant_method": "gptq", "bits": 4}, ["GPTQ", "bits=4"]),
-    "AWQ": ({"quant_method": "awq", "bits": 4}, ["AWQ", "bits=4"]),
-    "bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, ["bitsandbytes", "load_in_4bit=True"]),
-    "Quark": ({"quant_method": "quark"}, ["quark"]),
-    "unnamed": ({"load_in_4bit": True}, ["unnamed", "load_in_4bit=True"]),
-    "not an object": ("fp8", ["unnamed"]),
+    "ModelOpt": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, ["MODELOPT", "'quant_algo': 'NVFP4'"]),
+    "GPTQ": ({"quant_method": "gptq", "bits": 4}, ["GPTQ", "'bits': 4"]),
+    "AWQ": ({"quant_method": "awq", "bits": 4}, ["AWQ", "'bits': 4"]),
+    "bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, ["BITSANDBYTES", "'load_in_4bit': True"]),
+    "Quark": ({"quant_method": "quark"}, ["QUARK"]),
+    "unnamed": ({"load_in_4bit": True}, ["a format", "'load_in_4bit': True"]),
+    "not an object": ("fp8", ["fp8"]),
 }
 
 
@@ -192,7 +192,7 @@ class TestFormats:
         key = "compression_config" if place == "compression_config" else "quantization_config"
         config(folder, **(nested or {key: declared}))
         monkeypatch.setattr("skipstone.models.loader.safe_open", None)  # nothing is read
-        error = refused(folder, capsys, *parts, "BF16, F16 or F32", "take that entry out")
+        error = refused(folder, capsys, *parts, "BF16, F16, F32", "take that out")
         assert isinstance(error, UnsupportedError)
 
     @pytest.mark.parametrize("declared", [None, {}])
@@ -205,8 +205,8 @@ class TestFormats:
         ("file", "content", "part"),
         [
             ("hf_quant_config.json", {"quantization": {"quant_algo": "FP8"}}, "FP8"),
-            ("quantize_config.json", {"bits": 4, "group_size": 128}, "bits=4"),
-            ("quant_config.json", {"w_bit": 4, "zero_point": True}, "w_bit=4"),
+            ("quantize_config.json", {"bits": 4, "group_size": 128}, '"bits": 4'),
+            ("quant_config.json", {"w_bit": 4, "zero_point": True}, '"w_bit": 4'),
         ],
     )
     def test_declared_in_a_file_beside(
@@ -289,7 +289,7 @@ def dangling(folder: Path) -> None:
 
 
 INDEX_FAULTS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
-    "a stale copy": (stale_copy, [f"lm_head.weight in {FIRST} has a copy in {SECOND}"]),
+    "a stale copy": (stale_copy, [f"lm_head.weight is in {FIRST} and {SECOND}"]),
     "a tensor without an entry": (not_indexed, [f"lm_head.weight in {FIRST} is not in the index"]),
     "an entry in the wrong file": (wrong_shard, [f"lm_head.weight is not in {SECOND}", f"it lies in {FIRST}"]),
     "a ghost": (ghost, [f"vision_tower.ghost is not in {FIRST}", "no file has it"]),
@@ -302,7 +302,7 @@ INDEX_FAULTS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "another folder": (index_text('{"weight_map": {"a": "../x.safetensors"}}'), ["a is in '../x.safetensors'"]),
     "an absent file": (index_text('{"weight_map": {"a": "x.safetensors"}}'), ["x.safetensors is missing", INDEX]),
     "two truths": (whole_beside, ["model.safetensors and", INDEX, "delete one"]),
-    "no index, twice": (no_index, [f"lm_head.weight in {FIRST} and old.safetensors", "1 tensors in several files"]),
+    "no index, twice": (no_index, [f"lm_head.weight is in {FIRST} and old.safetensors", "1 tensors"]),
     "a dangling index": (dangling, [INDEX, "cannot be read"]),
 }
 
@@ -332,6 +332,16 @@ class TestIndex:
         error, words = verdict(folder, capsys)
         assert error is None and "note: consolidated.safetensors is not in the index and not read" in words
 
+    @pytest.mark.parametrize(("file", "part"), [("m.gguf", "GGUF files"), ("pytorch_model.bin", "pickled files")])
+    def test_other_files_are_named(
+        self, file: str, part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        folder = write_folder(m3(), tmp_path / "m3")
+        for name in (FIRST, SECOND, INDEX):
+            (folder / name).unlink()
+        (folder / file).write_bytes(b"")
+        refused(folder, capsys, f"{part} ({file})")
+
     def test_without_an_index_all_files_are_read(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         folder = write_folder(m3(), tmp_path / "m3")
         (folder / INDEX).unlink()
@@ -340,7 +350,7 @@ class TestIndex:
     def test_a_heads_folder_too(self, folder: Callable[[str], Path], tmp_path: Path) -> None:
         path = write_head("eagle3", m3(), tmp_path / "head")
         save_file({"fc.weight": torch.ones(2)}, path / "old.safetensors")
-        with pytest.raises(SkipstoneError, match=r"fc.weight in model.safetensors and old.safetensors"):
+        with pytest.raises(SkipstoneError, match=r"fc.weight is in model.safetensors and old.safetensors"):
             LLM(str(folder("m3")), spec=f"eagle3:{path}:2")
 
     def test_bytes_that_no_tensor_owns(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -353,7 +363,7 @@ class TestIndex:
         header[last]["data_offsets"] = [offset + 8 for offset in header[last]["data_offsets"]]
         text = json.dumps(header).encode()
         (folder / FIRST).write_bytes(struct.pack("<Q", len(text)) + text + content[8 + length :] + bytes(8))
-        refused(folder, capsys, FIRST, "is damaged", last)
+        refused(folder, capsys, FIRST, "download it again")
 
 
 class TestMemory:
@@ -509,10 +519,18 @@ class TestOwnEmbedding:
         return proposer.head, llm
 
     def test_copies_are_dropped(self, folder: Callable[[str], Path]) -> None:
-        head, llm = self.head(folder("dsa"))
+        head, _ = self.head(folder("dsa"))
         assert any(name.endswith("shared_head.head.weight") for name in dsa().tensors)
         assert head.mtp[0].embed is None and head.mtp[0].head is None
-        assert "drafting" not in dict(llm.card)
+
+    def test_names_that_no_module_is_known_to_have(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """MiniMax-M3's modules are described without weights of their own: refused, not dropped."""
+        tiny = with_mtp(m3(), 1)
+        name = f"{PREFIX}model.mtp.layers.0.embed_tokens.weight"
+        embed = tiny.tensors[f"{PREFIX}model.embed_tokens.weight"]
+        folder = with_tensors(tiny, tmp_path / "m3", {name: -embed})
+        refused(folder, capsys, name)
+        LLM(str(folder), spec="off").close()
 
     def test_others_are_used(self, tmp_path: Path) -> None:
         tiny = dsa()
@@ -527,7 +545,6 @@ class TestOwnEmbedding:
         expected = normed @ own[f"{last}.shared_head.head.weight"].float().T
         torch.testing.assert_close(head.outputs(states).logits, expected, rtol=1e-4, atol=1e-4)
         assert torch.equal(head.mtp[0].embed, own[f"{last}.embed_tokens.weight"].float())
-        assert dict(llm.card)["drafting"] == "has an embedding of its own; has a vocabulary product of its own"
         got = llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), progress=False)
         plain = LLM(str(tmp_path / "dsa"), spec="off")
         want = plain.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), progress=False)

@@ -44,6 +44,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "tools.doctor_report": (*DATA, "kernels", "attention.msa_aiter", "runtime"),
     "tools.decode_floor": (*DATA, "kernels.ops", "layers.feed_forward", "runtime"),
+    "tools.heads": (*DATA, "kernels.dispatch", "models", "runtime", "spec.draft_model"),
     "tools": (
         *DATA,
         "kernels.dispatch",
@@ -51,7 +52,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "models.base",
         "models.loader",
         "models.locate",
-        "models.headers",
         "models.stored",
         "llm",
         "session",

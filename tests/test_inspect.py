@@ -20,10 +20,10 @@ from tokenizers.models import WordLevel
 
 from skipstone import LLM
 from skipstone.errors import CheckpointError
-from skipstone.models.headers import read_header
 from skipstone.models.loader import read_model_info
 from skipstone.serve import cli
 from skipstone.tools.checkpoint import PARTS, CheckpointReport, examine
+from skipstone.tools.headers import read_header
 from skipstone.tools.inspect import render
 
 NAMES = ["m3", "m3_flat", "m3_mixed", "dsa"]

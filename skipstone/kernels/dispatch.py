@@ -42,10 +42,7 @@ def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 
 def free_memory_bytes(device: torch.device = CPU) -> int:
-    """A GPU's free memory, or what can be taken without swapping: 4 GiB where the system does not say.
-
-    A container's own limit counts as well: whoever exceeds it is killed.
-    """
+    """A GPU's free memory, or what can be taken without swapping or a container's end; 4 GiB where nothing says."""
     if device.type != "cpu":
         return torch.cuda.mem_get_info(device)[0]
     try:
@@ -54,10 +51,9 @@ def free_memory_bytes(device: torch.device = CPU) -> int:
         available = 4 << 30
     try:
         limit, used = (int((CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
-        reclaimable = _numbers(CGROUP / "memory.stat")["inactive_file"]
+        return max(0, min(available, limit - used + _numbers(CGROUP / "memory.stat")["inactive_file"]))
     except (OSError, ValueError, KeyError):  # no container, or "max": no limit
         return available
-    return max(0, min(available, limit - used + reclaimable))
 
 
 def _numbers(file: Path) -> dict[str, int]:

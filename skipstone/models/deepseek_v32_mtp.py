@@ -22,25 +22,15 @@ from skipstone.layers.linear import Linear, RMSNorm
 from skipstone.models.base import DraftHead, DraftOutput, HiddenStates, empty_parameter
 from skipstone.models.deepseek_v32 import DecoderLayer, DeepseekV32, DeepseekV32Config, Rotaries
 
-OWN = ("embed_tokens", "shared_head.head")  # what a module's files may hold besides, in the order of its constructor
-
 
 class MtpModule(nn.Module):
-    """One module; `index` numbers its caches. `own_embed` and `own_head`: its files hold them."""
+    """One module; `index` numbers its caches. `own`: which of embed_tokens and shared_head.head its files hold."""
 
-    def __init__(
-        self,
-        config: DeepseekV32Config,
-        index: int,
-        dtype: torch.dtype,
-        exact: bool,
-        own_embed: bool = False,
-        own_head: bool = False,
-    ) -> None:
+    def __init__(self, config: DeepseekV32Config, index: int, dtype: torch.dtype, exact: bool, own: list[str]) -> None:
         super().__init__()
         hidden = config.hidden_size
-        self.embed = empty_parameter(config.vocab_size, hidden, dtype=dtype) if own_embed else None
-        self.head = Linear(hidden, config.vocab_size, dtype, exact) if own_head else None
+        self.embed = empty_parameter(config.vocab_size, hidden, dtype=dtype) if "embed_tokens" in own else None
+        self.head = Linear(hidden, config.vocab_size, dtype, exact) if "shared_head.head" in own else None
         self.embed_norm = RMSNorm(hidden, config.eps)
         self.hidden_norm = RMSNorm(hidden, config.eps)
         self.projection = Linear(2 * hidden, hidden, dtype, exact)
@@ -68,25 +58,18 @@ class DeepseekV32Mtp(DraftHead):
     """All MTP modules of a checkpoint. `names`: the tensors in its files."""
 
     def __init__(
-        self,
-        target: DeepseekV32,
-        num_modules: int,
-        dtype: torch.dtype,
-        exact: bool,
-        names: Container[str] = (),
+        self, target: DeepseekV32, num_modules: int, dtype: torch.dtype, exact: bool, names: Container[str] = ()
     ) -> None:
         super().__init__()
         self.num_modules = num_modules
         self.target_layers = target.config.num_layers
         self.config = replace(target.config, dense_layers=0, num_layers=num_modules)
-        prefixes = [f"model.layers.{self.target_layers + i}" for i in range(num_modules)]
-        self.mtp = cast(
-            "list[MtpModule]",
-            nn.ModuleList(
-                MtpModule(self.config, i, dtype, exact, *(f"{prefix}.{name}.weight" in names for name in OWN))
-                for i, prefix in enumerate(prefixes)
-            ),
-        )
+        modules = nn.ModuleList()
+        for i in range(num_modules):
+            prefix = f"model.layers.{self.target_layers + i}"
+            own = [name for name in ("embed_tokens", "shared_head.head") if f"{prefix}.{name}.weight" in names]
+            modules.append(MtpModule(self.config, i, dtype, exact, own))
+        self.mtp = cast("list[MtpModule]", modules)
         self.embed, self.target_logits, self.target_head = target.embed, target.logits, target.lm_head
         self.mla_rotary, self.index_rotary = target.mla_rotary, target.index_rotary
         self.max_position = target.mla_rotary.cos.shape[0]
@@ -136,15 +119,6 @@ class DeepseekV32Mtp(DraftHead):
                 module.embed = None
             if module.head is not None and torch.equal(module.head.weight, self.target_head.weight):
                 module.head = None
-
-    @property
-    def remarks(self) -> tuple[str, ...]:
-        """Which modules have an embedding or a vocabulary product of their own."""
-        own = {
-            "an embedding": any(module.embed is not None for module in self.mtp),
-            "a vocabulary product": any(module.head is not None for module in self.mtp),
-        }
-        return tuple(f"has {name} of its own" for name, there in own.items() if there)
 
     def weight_slots(self) -> dict[str, Tensor]:
         """Hub names: module i stands behind the target's layers."""

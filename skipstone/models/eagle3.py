@@ -246,8 +246,8 @@ class Eagle3(DraftHead):
 
     def ignored_weight(self, name: str) -> str | None:
         """What only training needs."""
-        reasons = {"t2d": "the whole vocabulary is drafted", "verifier_norm.weight": "copy of the target's"}
-        return reasons.get(name) or ("copy of the target's" if name.startswith("verifier_") else None)
+        reason = "the whole vocabulary is drafted" if name == "t2d" else None
+        return reason or ("for training" if name.startswith("verifier_") else None)
 
 
 def _check_stored(config: Eagle3Config, names: Collection[str], target_hidden: int, vocab: int) -> None:

@@ -15,7 +15,7 @@ from skipstone.models.dflash import Dflash, DflashConfig, read_dflash
 from skipstone.models.eagle3 import Eagle3, Eagle3Config, read_eagle3
 from skipstone.models.loader import Build, ModelInfo, build_model, load, read_json, read_model_info
 from skipstone.models.locate import head_folder
-from skipstone.models.stored import StoredWeights, match_weights, open_weights
+from skipstone.models.stored import StoredWeights, open_weights
 from skipstone.registry import MODELS
 from skipstone.runtime.speculation import Surroundings
 from skipstone.spec.dflash import DflashProposer
@@ -100,41 +100,18 @@ def make_draft(spec: SpecConfig, around: Surroundings) -> Proposer:
     return DraftModelProposer(build_model(info, Build(False, longest, around.place)), longest)
 
 
-def check_folder(method: str, folder: Path, info: ModelInfo, model: CausalLM) -> str:
-    """What a user should know of a head or draft model; `model` is the target without memory. Raises as loading it."""
-    longest, dtype = info.config.max_position_embeddings, model.embed.dtype
-    if method == "draft":
-        draft = open_draft(folder, info)
-        with torch.device("meta"):
-            other = draft.model_class(draft.config, dtype, False, 1)
-        error = match_weights(other, open_weights(folder, draft.raw)).error
-        if error is not None:
-            raise error
-        needs = DraftModelProposer(other, min(draft.config.max_position_embeddings, longest)).needs
-    else:
-        head = open_head(method, folder, info)
-        with _about(folder), torch.device("meta"):
-            made = head.make(model, dtype, longest)
-            error = match_weights(made, head.weights).error
-            if error is not None:
-                raise error
-        needs = propose_with(head, made).needs
-    drafts = [f"at most {needs.max_k} drafts"] if needs.max_k else []
-    return "; ".join([part for part in (needs.describe(longest), *drafts) if part])
-
-
 def _make_head(method: str, spec: SpecConfig, around: Surroundings) -> Proposer:
     head = open_head(method, head_folder(method, spec.folder, around.info.folder), around.info)
 
     def make() -> Eagle3 | Dflash:
         return head.make(around.target, around.place.dtype, around.max_position)
 
-    with _about(head.folder):
+    with naming(head.folder):
         return propose_with(head, load(make, head.weights, around.place))
 
 
 @contextmanager
-def _about(folder: Path) -> Iterator[None]:
+def naming(folder: Path) -> Iterator[None]:
     """What is wrong with the files of a head, with its folder."""
     try:
         yield

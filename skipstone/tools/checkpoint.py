@@ -13,11 +13,10 @@ from typing import Any
 import msgspec
 import torch
 
-from skipstone.errors import RequestError, SkipstoneError
+from skipstone.errors import CheckpointError, RequestError, SkipstoneError
 from skipstone.kernels.dispatch import choose_device, choose_dtype, free_memory_bytes
 from skipstone.llm import SAMPLING_KEYS, eos_token_ids
 from skipstone.models.base import CausalLM, DraftHead
-from skipstone.models.headers import StoredTensor
 from skipstone.models.loader import (
     ModelInfo,
     memory_refusal,
@@ -27,11 +26,12 @@ from skipstone.models.loader import (
     weight_bytes,
     with_index_keys,
 )
-from skipstone.models.stored import Match, match_weights, open_weights
+from skipstone.models.stored import Match, StoredTensor, StoredWeights, match_weights, open_weights
 from skipstone.registry import DRAFT_HEADS
 from skipstone.runtime.available import candidates, count_mtp_modules
 from skipstone.serve.cli_options import Settings
 from skipstone.serve.text import BUILT_IN, Tokenizer
+from skipstone.tools.headers import read_header
 from skipstone.tools.heads import ProposerReport, check_candidate
 
 # The first pattern that a name contains decides its part.
@@ -124,7 +124,7 @@ def examine(folder: Path, dtype: str, index_keys: str = "model", device: str = "
     Raises CheckpointError for absent, truncated or damaged files; ConfigError and UnsupportedError for config.json.
     """
     info = with_index_keys(read_model_info(folder), index_keys)
-    stored = open_weights(folder, info.raw)
+    stored = _open(info)
     tensors = stored.tensors.values()
     place = choose_device(device)
     run_dtype = choose_dtype(dtype, place)
@@ -147,7 +147,7 @@ def examine(folder: Path, dtype: str, index_keys: str = "model", device: str = "
         max_position_embeddings=info.config.max_position_embeddings,
         vocab_size=info.config.vocab_size,
         sparse_budget=info.config.sparse.text if any(group.backend != "dense" for group in groups) else None,
-        parts=_parts(match),
+        parts=_parts(match, stored.files),
         run_dtype=str(run_dtype).removeprefix("torch."),
         index_keys=index_keys,
         loaded_bytes=loaded,
@@ -158,10 +158,10 @@ def examine(folder: Path, dtype: str, index_keys: str = "model", device: str = "
         mtp_loaded_bytes=more,
         does_not_fit=memory_refusal(loaded, more, run_dtype, free),
         format_refused=next((one.refusal for one in matches if one.refusal), None),
-        missing=[name for one in matches for name in one.missing],
-        unexpected=[name for one in matches for name in one.unexpected],
-        other_shape=[text for one in matches for text in one.other_shape],
-        twins=[text for one in matches for text in one.twins],
+        missing=[name for one in matches for name in one.faults["missing"]],
+        unexpected=[name for one in matches for name in one.faults["unexpected"]],
+        other_shape=[text for one in matches for text in one.faults["with another shape"]],
+        twins=[text for one in matches for text in one.faults["for a slot that has one already"]],
         unread=stored.unread,
         unusable=_unusable(info),
         declared_but_absent=_absent(info, present),
@@ -175,7 +175,18 @@ def examine(folder: Path, dtype: str, index_keys: str = "model", device: str = "
     )
 
 
-def _parts(match: Match) -> list[PartReport]:
+def _open(info: ModelInfo) -> StoredWeights:
+    """Index and headers; what cannot be read is told more closely."""
+    try:
+        return open_weights(info.folder, info.raw)
+    except CheckpointError:
+        for file in sorted(info.folder.glob("*.safetensors")):
+            read_header(file)
+        raise
+
+
+def _parts(match: Match, files: list[Path]) -> list[PartReport]:
+    sizes = {tensor.name: tensor.num_bytes for file in files for tensor in read_header(file)}
     labelled = [(_part(name), tensor, True) for name, tensor in match.loaded.items()]
     labelled += [(reason, tensor, False) for reason, tensor in match.ignored]
     known = [part for part, _ in PARTS]
@@ -184,7 +195,7 @@ def _parts(match: Match) -> list[PartReport]:
     for part in order:
         for loaded in (True, False):
             chosen = [tensor for label, tensor, kept in labelled if (label, kept) == (part, loaded)]
-            numel, size = sum(tensor.numel for tensor in chosen), sum(tensor.num_bytes for tensor in chosen)
+            numel, size = sum(tensor.numel for tensor in chosen), sum(sizes[tensor.name] for tensor in chosen)
             reports.append(PartReport(part, len(chosen), numel, size, loaded))
     return [report for report in reports if report.tensors]
 

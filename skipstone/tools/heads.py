@@ -13,9 +13,10 @@ from skipstone.kernels.dispatch import choose_device, choose_dtype
 from skipstone.models.base import CausalLM
 from skipstone.models.loader import ModelInfo, read_model_info
 from skipstone.models.locate import heads_beside
-from skipstone.models.stored import Match, open_weights
+from skipstone.models.stored import Match, match_weights, open_weights
 from skipstone.runtime.available import Candidate
-from skipstone.runtime.proposers import check_folder
+from skipstone.runtime.proposers import naming, open_draft, open_head, propose_with
+from skipstone.spec.draft_model import DraftModelProposer
 
 
 class ProposerReport(msgspec.Struct, frozen=True):
@@ -57,6 +58,29 @@ def check_candidate(candidate: Candidate, info: ModelInfo, model: CausalLM, mtp:
     except SkipstoneError as error:
         works, reason = False, str(error)
     return ProposerReport(method, candidate.spec, works, reason)
+
+
+def check_folder(method: str, folder: Path, info: ModelInfo, model: CausalLM) -> str:
+    """What a user should know of a head or draft model; `model` is the target without memory. Raises as loading it."""
+    longest, dtype = info.config.max_position_embeddings, model.embed.dtype
+    if method == "draft":
+        draft = open_draft(folder, info)
+        with torch.device("meta"):
+            other = draft.model_class(draft.config, dtype, False, 1)
+        error = match_weights(other, open_weights(folder, draft.raw)).error
+        if error is not None:
+            raise error
+        needs = DraftModelProposer(other, min(draft.config.max_position_embeddings, longest)).needs
+    else:
+        head = open_head(method, folder, info)
+        with naming(folder), torch.device("meta"):
+            made = head.make(model, dtype, longest)
+            error = match_weights(made, head.weights).error
+            if error is not None:
+                raise error
+        needs = propose_with(head, made).needs
+    drafts = [f"at most {needs.max_k} drafts"] if needs.max_k else []
+    return "; ".join([part for part in (needs.describe(longest), *drafts) if part])
 
 
 def examine_head(method: str, folder: Path, target: Path, dtype: str, device: str) -> HeadReport:

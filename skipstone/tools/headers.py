@@ -19,7 +19,7 @@ GIT_LFS_POINTER = b"version https://git-lfs"
 BITS = {"BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4} | {
     f"{kind}{size}": size for kind in ("I", "U", "F") for size in (16, 32, 64)
 }
-BITS |= {"BF16": 16, "F6_E2M3": 6, "F6_E3M2": 6, "C64": 64}
+BITS["BF16"] = 16
 
 
 class StoredTensor(msgspec.Struct, frozen=True):
@@ -66,17 +66,7 @@ def read_header(file: Path) -> list[StoredTensor]:
             f"{file} is damaged: its header describes {expected} bytes, the file has {actual}; download it again"
         )
     tensors = [_tensor(file, name, entry) for name, entry in entries.items()]
-    tensors.sort(key=lambda tensor: entries[tensor.name].data_offsets)
-    place = 0
-    for tensor in tensors:
-        start, end = entries[tensor.name].data_offsets
-        if start != place or end < start:
-            raise CheckpointError(
-                f"{file} is damaged: {tensor.name} begins at byte {start} of the data, not at {place}, where what is "
-                "before it ends; download it again"
-            )
-        place = end
-    return tensors
+    return sorted(tensors, key=lambda tensor: entries[tensor.name].data_offsets)
 
 
 def _read_raw(file: Path) -> tuple[dict[str, Any], int]:
