@@ -58,11 +58,9 @@ class SparseSettings(NamedTuple):
     @property
     def text(self) -> str:
         """The budget in words."""
-        if self.unit == 1:
-            return f"a row reads at most {self.budget:,} tokens"
-        always = f", the first {self.init_units} and the last {self.local_units} always"
-        blocks = f"{self.budget} blocks of {self.unit} for each of {self.groups} KV heads"
-        return f"a row reads at most {self.budget * self.unit:,} tokens ({blocks}{always})"
+        kept = f"the first {self.init_units} and the last {self.local_units} always"
+        blocks = f" ({self.budget} blocks of {self.unit} for each of {self.groups} KV heads, {kept})"
+        return f"a row reads at most {self.budget * self.unit:,} tokens{blocks if self.unit > 1 else ''}"
 
 
 class GroupBackend(Protocol):

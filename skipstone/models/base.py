@@ -88,11 +88,6 @@ class WeightedModel(nn.Module):
         """Why a checkpoint tensor without a slot is left out ("vision tower"), or None: it is unexpected."""
         raise NotImplementedError
 
-    @property
-    def remarks(self) -> tuple[str, ...]:
-        """What a user should know of it that no option says, for the start-up card."""
-        return ()
-
     def after_load(self) -> None:
         """What must be derived from the weights once they are in place."""
         for module in self.modules():
@@ -157,6 +152,7 @@ class DraftHead(WeightedModel):
     taps: tuple[int, ...] = ()  # target layers whose input it reads, ascending; empty: the final hidden state
     num_modules: int = 1
     max_position: int
+    remarks: tuple[str, ...] = ()  # what a user should know of it that no option says
 
     def cache_specs(self) -> list[CacheSpec]:
         """Cache groups of the draft layers, numbered from 0 by module."""

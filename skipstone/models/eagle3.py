@@ -175,6 +175,8 @@ class Eagle3(DraftHead):
         """`names`: the tensors in its files. Raises CheckpointError when the target's cannot replace a missing one."""
         super().__init__()
         self.config, self.taps = config, config.taps
+        if config.usual_taps:
+            self.remarks = (f"config.json names no {TAP_KEY}: the usual 2, n/2 and n-3",)
         hidden, target_hidden, vocab = config.layer.hidden_size, target.config.hidden_size, target.config.vocab_size
         _check_stored(config, names, target_hidden, vocab)
         self.layer_name = next((name for name in LAYER_NAMES if any(n.startswith(name) for n in names)), LAYER_NAMES[0])
@@ -205,11 +207,6 @@ class Eagle3(DraftHead):
     def sparse(self) -> None:
         """The layer is dense."""
         return None
-
-    @property
-    def remarks(self) -> tuple[str, ...]:
-        """Where its layers come from, if config.json does not name them."""
-        return (f"config.json names no {TAP_KEY}: the usual 2, n/2 and n-3",) if self.config.usual_taps else ()
 
     def first_hidden(self, hidden: HiddenStates) -> Tensor:
         """fc of the tapped states side by side."""

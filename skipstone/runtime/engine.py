@@ -18,10 +18,11 @@ from skipstone.models.loader import Build, ModelInfo, Place, build_model, with_i
 from skipstone.runtime.block_pool import BlockPool
 from skipstone.runtime.device_loop import DeviceStep
 from skipstone.runtime.dry_run import LargestStep, measure_room
+from skipstone.runtime.k_table import asked_spec
 from skipstone.runtime.memory import CachePlan, Room, check_fits, choose_block_size, plan_caches
 from skipstone.runtime.runner import ModelRunner, StepHandle
 from skipstone.runtime.scheduler import Scheduler
-from skipstone.runtime.speculation import Surroundings, make_speculation, may_use_mtp
+from skipstone.runtime.speculation import Surroundings, make_speculation
 from skipstone.spec.hidden_state import HiddenStateProposer
 
 
@@ -48,7 +49,9 @@ class Engine:
         positions = info.config.max_position_embeddings
         longest = min(config.max_model_len or positions, positions)
         place = Place(self.device, self.kernels.ops, self.dtype)
-        self.model: CausalLM = build_model(info, Build(config.exact, longest, place, may_use_mtp(config)))
+        spec, _ = asked_spec(config)
+        with_mtp = spec.method in ("auto", "mtp") and spec.k != 0
+        self.model: CausalLM = build_model(info, Build(config.exact, longest, place, with_mtp))
         self.speculation = make_speculation(config, Surroundings(info, self.model, longest, place))
         proposer = self.speculation.proposer
         specs = self.model.cache_specs() + (proposer.cache_specs() if proposer else [])

@@ -102,12 +102,9 @@ def make_draft(spec: SpecConfig, around: Surroundings) -> Proposer:
 
 def _make_head(method: str, spec: SpecConfig, around: Surroundings) -> Proposer:
     head = open_head(method, head_folder(method, spec.folder, around.info.folder), around.info)
-
-    def make() -> Eagle3 | Dflash:
-        return head.make(around.target, around.place.dtype, around.max_position)
-
+    given = (around.target, around.place.dtype, around.max_position)
     with naming(head.folder):
-        return propose_with(head, load(make, head.weights, around.place))
+        return propose_with(head, load(lambda: head.make(*given), head.weights, around.place))
 
 
 @contextmanager

@@ -58,12 +58,6 @@ class Surroundings(NamedTuple):
     place: Place
 
 
-def may_use_mtp(config: EngineConfig) -> bool:
-    """Whether MTP modules would be loaded if the model's files hold any. Raises as `asked_spec`."""
-    spec, _ = asked_spec(config)
-    return spec.method in ("auto", "mtp") and spec.k != 0
-
-
 def make_speculation(config: EngineConfig, around: Surroundings) -> Speculation:
     """Build the proposer that `config.spec` names.
 
