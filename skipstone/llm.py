@@ -78,9 +78,13 @@ class LLM:
         kind = "CPU" if on_cpu else "GPU"
         name = f"cpu, {torch.get_num_threads()} threads" if on_cpu else torch.cuda.get_device_name()
         exact = "exact: a row's bits do not depend on the batch"
+        proposer = self.engine.speculation.proposer
+        drafting = proposer.needs.describe(caches.max_model_len) if proposer else ""
+        sparse = any(spec.backend != "dense" for spec in self.engine.model.cache_specs())
         return [
             ("model", f"{self.info.architecture} from {self.folder.name}"),
             ("layers", layers),
+            *([("sparse budget", self.info.config.sparse.text)] if sparse else []),
             ("dtype", f"{dtype} ({f'chosen for a {kind}' if config.dtype == 'auto' else 'as asked'}){keys}"),
             ("device", name),
             ("kernels", f"{self.engine.kernels.ops.implementation} ({self.engine.kernels.reason})"),
@@ -92,6 +96,7 @@ class LLM:
             ),
             ("prefix cache", "on" if config.prefix_caching else "off"),
             ("speculation", self.engine.speculation.description),
+            *([("drafting", drafting)] if drafting else []),
         ]
 
     @property

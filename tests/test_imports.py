@@ -52,6 +52,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "tools.doctor_report": (*DATA, "kernels", "attention.msa_aiter", "runtime"),
     "tools.decode_floor": (*DATA, "kernels.ops", "layers.feed_forward", "runtime"),
+    "tools.heads": (*DATA, "kernels.dispatch", "models", "runtime", "spec.draft_model"),
     "tools": (
         *DATA,
         "kernels.dispatch",
@@ -59,6 +60,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "models.base",
         "models.loader",
         "models.locate",
+        "models.stored",
         "llm",
         "session",
         "serve",

@@ -13,6 +13,8 @@ from skipstone.core.kv_cache import CacheSpec
 from skipstone.errors import ConfigError
 from skipstone.layers.linear import Linear
 
+MTP_MODULE = "MTP module"  # why a target leaves out the tensors of a draft module in its own files
+
 
 class ModelConfig(Protocol):
     """The part of a model's configuration that the engine reads."""
@@ -150,6 +152,7 @@ class DraftHead(WeightedModel):
     taps: tuple[int, ...] = ()  # target layers whose input it reads, ascending; empty: the final hidden state
     num_modules: int = 1
     max_position: int
+    remarks: tuple[str, ...] = ()  # what a user should know of it that no option says
 
     def cache_specs(self) -> list[CacheSpec]:
         """Cache groups of the draft layers, numbered from 0 by module."""

@@ -23,7 +23,7 @@ from skipstone.kernels.reference.pointwise import SILU, Rotary
 from skipstone.layers.feed_forward import GatedMLP, MixtureOfExperts, Router
 from skipstone.layers.linear import Linear, RMSNorm
 from skipstone.layers.rotary import RotaryTable, Yarn, rotary_table
-from skipstone.models.base import CausalLM, ConfigReader, HiddenStates, Kept, empty_parameter
+from skipstone.models.base import MTP_MODULE, CausalLM, ConfigReader, HiddenStates, Kept, empty_parameter
 
 INDEX_NORM_EPS = 1e-6
 
@@ -359,5 +359,5 @@ class DeepseekV32(CausalLM):
         """Layers from `num_layers` on are draft modules, loaded by their proposers."""
         parts = name.split(".")
         if name.startswith("model.layers.") and parts[2].isdigit() and int(parts[2]) >= self.config.num_layers:
-            return "MTP module"
+            return MTP_MODULE
         return None

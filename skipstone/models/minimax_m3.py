@@ -21,7 +21,7 @@ from skipstone.kernels.reference.pointwise import GatedActivation, Rotary
 from skipstone.layers.feed_forward import GatedMLP, MixtureOfExperts, Router
 from skipstone.layers.linear import Linear, RMSNorm
 from skipstone.layers.rotary import RotaryTable, rotary_table
-from skipstone.models.base import CausalLM, ConfigReader, HiddenStates, Kept, empty_parameter
+from skipstone.models.base import MTP_MODULE, CausalLM, ConfigReader, HiddenStates, Kept, empty_parameter
 
 
 @dataclass(frozen=True)
@@ -311,6 +311,6 @@ class MiniMaxM3(CausalLM):
     def ignored_weight(self, name: str) -> str | None:
         """Draft modules are loaded by their proposers; the vision tower is not served."""
         if ".mtp." in name:
-            return "MTP module"
+            return MTP_MODULE
         parts = ("vision_tower.", "multi_modal_projector.", "patch_merge_mlp.")
         return "vision tower" if any(part in name for part in parts) else None

@@ -40,6 +40,7 @@ class HiddenStateProposer:
             follows_target=True,
             max_position=head.max_position,
             final_states=not head.taps,
+            remarks=head.remarks,
         )
         check_groups(head.cache_specs(), "advance", name)
 
