@@ -54,6 +54,7 @@ class Choice:
             logprobs=None if request.params.logprobs is None else request.logprobs[: len(self.token_ids)],
             finish_reason=reason,
             stop_reason=self.stop_string if self.stop_string is not None else request.stop_token_id,
+            error=request.error,
             speculation=request.speculation if request.max_drafts else None,
         )
 

@@ -681,7 +681,7 @@ class TestNothingPossible:
         matcher = llguidance.LLMatcher(llm._grammars._tokenizer, source, limits=limits, log_level=0)
         assert not matcher.is_error()
         bad = llm.add(tokens(5, 5), SamplingParams(temperature=1.0, seed=1, max_tokens=30))
-        bad.choices[0].request.grammar = TokenGrammar(matcher, VOCAB)
+        bad.choices[0].request.grammar = TokenGrammar(matcher, VOCAB, frozenset([EOS]))
         good = llm.add(*self.FREE)
         while llm.engine.has_work:
             llm.step()

@@ -21,5 +21,9 @@ class Grammar(Protocol):
         """Take over a committed token. False when the grammar forbids it."""
 
     @property
+    def failure(self) -> str | None:
+        """Why nothing may follow any longer, where that is no matter of the text: a limit that was reached."""
+
+    @property
     def ended(self) -> bool:
         """Whether the text is complete and nothing may follow."""
