@@ -213,12 +213,13 @@ class LLM:
         self._submit([session])
         return session
 
-    def check_grammar(self, params: SamplingParams) -> None:
-        """Raise RequestError when the text is to follow a grammar that cannot be used.
+    def prepare_grammar(self, params: SamplingParams, make: bool = True) -> object | None:
+        """Make the grammar that the text is to follow, which `add` then finds as long as somebody has what is returned.
 
-        May be called from any thread, and takes that work off `add`, where every running request would wait for it.
+        Takes that work off `add`, where every running request would wait for it. Without `make`: None for one that is
+        not there. Raises RequestError for a grammar that cannot be used.
         """
-        self._grammars.compile(params)
+        return self._grammars.prepare(params, make)
 
     def step(self) -> list[StreamEvent]:
         """Run one engine step for everything queued; returns what came out, an event per choice that got tokens."""

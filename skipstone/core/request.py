@@ -262,7 +262,8 @@ class Request:
         early = self.num_output_tokens < self.params.min_tokens
         whose = [kind] * (kind is not None) + ["logit_bias"] * biased + ["min_tokens"] * early
         hint = "; an end token cannot be part of the text" if kind else ""
-        return f"{whose[0]} {after} no token is allowed by {' and '.join(map(str, whose))}{hint}; relax one of them"
+        way_out = "; relax one of them" if len(whose) > 1 else ""
+        return f"{whose[0]} {after} no token is allowed by {' and '.join(map(str, whose))}{hint}{way_out}"
 
     def ends_with(self, token: int) -> bool:
         """Whether this token ends the text, once `min_tokens` are out."""

@@ -7,6 +7,7 @@ Started by path with a vocabulary; imports nothing of the package, so that it is
 from __future__ import annotations
 
 import json
+import math
 import random
 import resource
 import sys
@@ -20,7 +21,7 @@ MIB = 1 << 20
 # The library recurses once for each rule that a rule leads to. What fits here fits the larger stack behind the trial.
 TRIAL_STACK, STACK, WALK_STACK = 64 * MIB, 128 * MIB, MIB  # bytes
 MOST_MEMORY = 192 * MIB  # bytes that one grammar may take
-LONGEST_CPU_S = 30  # for a trial that nobody ends, because whoever asked is gone
+LONGEST_S = 2  # seconds of processor time that one grammar may take, and up to one more
 SLOW_S = 0.05  # longest that one token may take
 WALK = 16  # tokens
 LONGEST_REASON = 300  # characters of the library's explanation that an error shows
@@ -52,9 +53,9 @@ def on_stack(size: int, call: Callable[..., T], *arguments: Any) -> T:
 
 
 def reason(matcher: Any) -> str:
-    """What the library says, on one line and without its state."""
+    """What the library says, on one line and without its state. Empty where it only says that no token fits."""
     text = matcher.get_error().partition("<state>")[0].partition("<backtrace>")[0]
-    return " ".join(text.split())[:LONGEST_REASON]
+    return "" if text.startswith("NoExtension") else " ".join(text.split())[:LONGEST_REASON]
 
 
 def grammar_source(llguidance: Any, kind: str, value: Any) -> str:
@@ -101,7 +102,9 @@ def _try(llguidance: Any, tokenizer: Any, kind: str, value: Any) -> dict[str, st
 def _walk(matcher: Any) -> str | None:
     """What is wrong with a text of a few random tokens. The library's limits on size show at the first."""
     draw, clock = random.Random(0), 0.0
-    matcher.compute_bitmask()  # what the first mask costs is paid once
+    first = matcher.compute_bitmask()  # what the first mask costs is paid once
+    if not any(first) or matcher.is_error():
+        return reason(matcher) or "no text fits it"
     for place in range(WALK):
         begun = time.thread_time()
         mask = int.from_bytes(matcher.compute_bitmask(), "little")
@@ -135,7 +138,7 @@ def main(file: str, vocab_size: str, eos_token_ids: str) -> None:
         with open("/proc/self/statm") as pages:
             used = int(pages.read().split()[0]) * resource.getpagesize()
         _limit(resource.RLIMIT_AS, used + TRIAL_STACK + WALK_STACK + MOST_MEMORY)
-        _limit(resource.RLIMIT_CPU, int(time.process_time()) + LONGEST_CPU_S)
+        _limit(resource.RLIMIT_CPU, math.ceil(time.process_time()) + LONGEST_S)
         answer = on_stack(TRIAL_STACK, _try, llguidance, tokenizer, *json.loads(line))
         print(json.dumps(answer), flush=True)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -26,23 +27,31 @@ from torch import Tensor
 from skipstone.core.request import SamplingParams
 from skipstone.errors import RequestError, UnsupportedError
 from skipstone.serve import grammar_trial
-from skipstone.serve.grammar_trial import STACK, on_stack, reason
+from skipstone.serve.grammar_trial import LONGEST_S, STACK, on_stack, reason
 
 MOST_KEPT = 32
 LONGEST_TEXT = 256 * 1024  # bytes of a schema, an expression, a grammar or all choices
-LONGEST_TRIAL_S = 2.0
+LONGEST_WAIT_S = 15.0  # for a trial, however little processor time it gets
 LONGEST_START_S = 60.0
 # Processor time of the matcher: what one question may take on the average, and what all may take beyond that.
 USUAL_S, EXTRA_S = 0.002, 0.05
 
 
+class Made:
+    """A matcher at its beginning, which nobody moves."""
+
+    def __init__(self, matcher: Any) -> None:
+        self.matcher = matcher
+
+
 class TokenGrammar:
     """A matcher and its place in the text."""
 
-    def __init__(self, matcher: Any, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+    def __init__(self, made: Made, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         self.failure: str | None = None
         """Why the text cannot go on, where that is the matcher's fault."""
-        self._matcher = matcher
+        self._made = made  # so that a copy of the request finds it
+        self._matcher = made.matcher.deep_copy()
         self._vocab_size = vocab_size
         self._ends = sorted(eos_token_ids)
         self._left = EXTRA_S
@@ -84,7 +93,7 @@ class TokenGrammar:
         """Give the matcher up when it failed, or keeps the engine waiting."""
         self._left = min(self._left + USUAL_S - (time.thread_time() - begun), EXTRA_S)
         if self.failure is None and self._matcher.is_error():
-            self.failure = reason(self._matcher)
+            self.failure = reason(self._matcher) or None
         elif self.failure is None and self._left < 0:
             self.failure = f"its tokens take more than {USUAL_S * 1000:g} ms each; make it smaller or less ambiguous"
 
@@ -113,17 +122,16 @@ class Trial:
                 self._is_ready = self._is_ready or bool(_ask(process, "", LONGEST_START_S))
                 if not self._is_ready:
                     raise UnsupportedError(f"{kind} needs a process of its own, which does not start: {self._command}")
-                begun = time.monotonic()
-                answer = _ask(process, json.dumps([kind, value]) + "\n", LONGEST_TRIAL_S)
-                late = time.monotonic() - begun > LONGEST_TRIAL_S
+                answer = _ask(process, json.dumps([kind, value]) + "\n", LONGEST_WAIT_S)
             except BaseException:
                 self._stop()
                 raise
             if answer:
                 found: dict[str, str] = json.loads(answer)
                 return found
+            late = process.wait() in (-signal.SIGKILL, -signal.SIGXCPU)
             self._stop()
-            why = f"takes more than {LONGEST_TRIAL_S:g} s to prepare" if late else "overflows the stack or the memory"
+            why = f"takes more than {LONGEST_S} s to prepare" if late else "overflows the stack or the memory"
             return {"error": f"it {why}; make it smaller, or nest it less deeply"}
 
     def _running(self) -> subprocess.Popen[bytes]:
@@ -184,11 +192,17 @@ class GrammarCompiler:
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
         self._tokenizer: Any = None
-        self._kept: OrderedDict[tuple[str, str], Any] = OrderedDict()
+        self._known: weakref.WeakValueDictionary[tuple[str, str], Made] = weakref.WeakValueDictionary()
+        self._kept: OrderedDict[tuple[str, str], Made] = OrderedDict()
         self._lock = threading.Lock()
 
     def compile(self, params: SamplingParams) -> TokenGrammar | None:
-        """The grammar that the parameters ask for, if any.
+        """The grammar that the parameters ask for, if any. Raises what `prepare` raises."""
+        made = self.prepare(params)
+        return None if made is None else TokenGrammar(made, self.vocab_size, self.eos_token_ids)
+
+    def prepare(self, params: SamplingParams, make: bool = True) -> Made | None:
+        """What `compile` copies, not made anew while somebody has it. Without `make`: None for one that is not there.
 
         Raises RequestError naming the field and what is wrong with its value, UnsupportedError without llguidance.
         """
@@ -198,16 +212,16 @@ class GrammarCompiler:
         name, value = asked
         key = (name, value if isinstance(value, str) else json.dumps(value))
         with self._lock:
-            matcher = self._kept.get(key)
-            if matcher is not None:
-                self._kept.move_to_end(key)
-        if matcher is None:
-            matcher = self._make(name, value)
+            made = self._known.get(key)
+        if made is None and make:
+            made = Made(self._make(name, value))
+        if made is not None:
             with self._lock:
-                self._kept[key] = matcher
+                self._known[key] = self._kept[key] = made
+                self._kept.move_to_end(key)
                 while len(self._kept) > MOST_KEPT:
                     self._kept.popitem(last=False)
-        return TokenGrammar(matcher.deep_copy(), self.vocab_size, self.eos_token_ids)
+        return made
 
     def _make(self, name: str, value: str | list[str]) -> Any:
         llguidance = _library(name)
