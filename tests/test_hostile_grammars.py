@@ -19,7 +19,7 @@ from serving import LONG, Serving, serving, wait_for
 
 from skipstone import LLM, SamplingParams
 from skipstone.errors import RequestError
-from skipstone.serve import cli
+from skipstone.serve import cli, structured
 from skipstone.serve.structured import GrammarCompiler
 
 DEMO = Path(__file__).resolve().parent.parent / "checkpoints" / "demo"
@@ -120,6 +120,23 @@ def test_after_what_ended_the_trial_the_next_one_is_made(compiler: GrammarCompil
     with pytest.raises(RequestError, match="overflows"):
         compiler.compile(SamplingParams(grammar=shortest_rules(249_000)))
     assert compiler.compile(SamplingParams(regex="[ab]{7}")) is not None
+
+
+def test_what_a_job_holds_is_not_made_again(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many others come between, so the engine's thread finds what was made beside it; nor is it leaked."""
+    monkeypatch.setattr(structured, "MOST_KEPT", 1)
+    asked = SamplingParams(regex="[xy]{5}")
+    held = compiler.prepare(asked)
+    for i in range(3):
+        compiler.compile(SamplingParams(regex=f"[xy]{{{i + 6}}}"))
+    assert held is not None and compiler.prepare(asked, make=False) is held
+    grammar = compiler.compile(asked)
+    del held
+    compiler.compile(SamplingParams(regex="[xy]{6}"))
+    assert compiler.prepare(asked, make=False) is not None and grammar is not None
+    compiler.compile(SamplingParams(regex="[xy]{7}"))
+    del grammar
+    assert compiler.prepare(asked, make=False) is None
 
 
 def test_an_ordinary_schema_takes_milliseconds(compiler: GrammarCompiler) -> None:

@@ -23,7 +23,7 @@ TRIAL_STACK, STACK, WALK_STACK = 64 * MIB, 128 * MIB, MIB  # bytes
 MOST_MEMORY = 192 * MIB  # bytes that one grammar may take
 LONGEST_S = 2  # seconds of processor time that one grammar may take, and up to one more
 SLOW_S = 0.05  # longest that one token may take
-WALK = 16  # tokens
+WALK = 8  # tokens
 LONGEST_REASON = 300  # characters of the library's explanation that an error shows
 _stack_size = threading.Lock()
 

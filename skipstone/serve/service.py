@@ -109,6 +109,10 @@ class Service:
             return tokenizer.encode(text, add_special_tokens)
         return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)
 
+    def start_grammars(self) -> None:
+        """Begin to read the vocabulary for grammars, so that the first who asks for one need not wait for it."""
+        self._grammar_maker.submit(self.llm.prepare_grammar, SamplingParams(choice=["a"]))
+
     async def make_grammar(self, params: SamplingParams) -> object | None:
         """What LLM.prepare_grammar returns, made beside the event loop. Raises SkipstoneError."""
         known = self.llm.prepare_grammar(params, make=False)
