@@ -15,14 +15,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from skipstone.config import EngineConfig, make_config
+from skipstone.core.grammar import GrammarMaker
 from skipstone.core.observer import Observer
 from skipstone.core.request import Request, SamplingParams
 from skipstone.errors import ConfigError, RequestError
 from skipstone.models.loader import read_json, read_model_info
 from skipstone.models.locate import locate
 from skipstone.outputs import RequestOutput, StreamEvent
+from skipstone.registry import GRAMMARS
 from skipstone.runtime.engine import Engine
-from skipstone.serve.structured import GrammarCompiler
 from skipstone.serve.text import Tokenizer
 from skipstone.session import Choice, Session
 
@@ -58,7 +59,8 @@ class LLM:
         generation_file = self.folder / "generation_config.json"
         self._generation = read_json(generation_file, "it may be deleted") if generation_file.exists() else {}
         self.eos_token_ids = eos_token_ids(self._generation, self.info.raw, self.info.config.vocab_size)
-        self._grammars = GrammarCompiler(self.folder, self.info.config.vocab_size, self.eos_token_ids)
+        make = GRAMMARS.load("llguidance")
+        self._grammars: GrammarMaker = make(self.folder, self.info.config.vocab_size, self.eos_token_ids)
         self.engine = Engine(self.info, self.config, observer)
         self._sessions: dict[str, tuple[Session, Choice]] = {}
         self._numbers = itertools.count()

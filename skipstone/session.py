@@ -6,11 +6,11 @@ import secrets
 import time
 from collections import deque
 
+from skipstone.core.grammar import GrammarMaker
 from skipstone.core.request import Request, SamplingParams
 from skipstone.kernels.reference.sampling import derive_seed
 from skipstone.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamEvent
 from skipstone.runtime.engine import Engine
-from skipstone.serve.structured import GrammarCompiler
 from skipstone.serve.text import TextStream, Tokenizer
 
 
@@ -70,7 +70,7 @@ class Session:
         params: SamplingParams,
         tokenizer: Tokenizer | None,
         eos_token_ids: frozenset[int],
-        grammars: GrammarCompiler,
+        grammars: GrammarMaker,
     ) -> None:
         self.session_id = session_id
         self.prompt = prompt

@@ -35,8 +35,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "serve.text": (*BASE, "core", "serve.messages"),
     "serve.grammar_trial": (),
     "serve.structured": (*BASE, "core", "serve.grammar_trial"),
-    "session": (*DATA, "kernels.reference.sampling", "runtime", "serve.text", "serve.structured"),
-    "llm": (*DATA, "attention", "models", "spec", "runtime", "serve.text", "serve.structured", "session"),
+    "session": (*DATA, "kernels.reference.sampling", "runtime", "serve.text"),
+    "llm": (*DATA, "attention", "models", "spec", "runtime", "serve.text", "session"),
     "serve": (*DATA, "kernels.dispatch", "runtime", "models.base", "models.loader", "models.locate", "llm", "session"),
     # Programs about the kernels themselves.
     **dict.fromkeys(
