@@ -236,7 +236,10 @@ class GrammarCompiler:
         trial.start()  # reads the vocabulary at the same time
         if self._tokenizer is None:
             ends = sorted(self.eos_token_ids)
-            self._tokenizer = llguidance.LLTokenizer(str(file), n_vocab=self.vocab_size, eos_token=ends)
+            try:
+                self._tokenizer = llguidance.LLTokenizer(str(file), n_vocab=self.vocab_size, eos_token=ends)
+            except ValueError as error:
+                raise UnsupportedError(f"{name} cannot be used with this tokenizer.json: {error}") from None
         found = trial(name, value)
         if "error" in found:
             raise RequestError(f"{name}={value!r:.80} cannot be used: {found['error']}")
