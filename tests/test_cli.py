@@ -186,10 +186,13 @@ class TestErrors:
         monkeypatch.setattr("torch.cuda.is_available", lambda: False)
         monkeypatch.delenv("TRITON_INTERPRET", raising=False)
         arguments, words = BAD_FROM_THE_START[name]
-        folder = DEMO if name == "regex" else model  # whose tokenizer the grammar's library can read
+        folder = DEMO if name in ("regex", "schema") else model  # whose tokenizer the grammar's library can read
         result = run("generate", folder, "-p", "x", *arguments)
         self.check(result, words)
         assert "loading" not in result.err
+
+    def test_a_tokenizer_that_grammars_cannot_use(self, run: Callable[..., Result], model: Path) -> None:
+        self.check(run("generate", model, "-p", "x", "--regex", "a+"), ["regex", "tokenizer.json", "decoder"])
 
     def test_truncated_shard_gives_expected_and_actual_bytes(
         self, run: Callable[..., Result], model: Path, tmp_path: Path

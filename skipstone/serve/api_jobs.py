@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from skipstone.core.request import SamplingParams
@@ -110,11 +109,10 @@ async def _job(
     wanted = wanted | {"max_tokens": default_max_tokens if max_tokens is None else max_tokens}
     names = API_NAMES | (asked.names if asked else {})
     params = _params(service, body, wanted, asked, names)
-    if asked is not None:
-        try:
-            await asyncio.to_thread(service.llm.check_grammar, params)
-        except SkipstoneError as error:
-            raise from_engine(error, names) from None
+    try:
+        grammar = await service.make_grammar(params)
+    except SkipstoneError as error:
+        raise from_engine(error, names) from None
     job = Job(
         request_id=request_id,
         prompts=prompts,
@@ -123,6 +121,7 @@ async def _job(
         stream=bool(body.stream),
         origins=bool(body.return_token_origins),
         names=names,
+        grammar=grammar,
     )
     if job.num_choices > service.engine.capacity:
         raise bad_request(f"{job.num_choices} texts are more than the {service.engine.capacity} that may be under way")

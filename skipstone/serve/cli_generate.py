@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from typing import TYPE_CHECKING
 
@@ -58,7 +59,17 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
             note(remark)
         if args.stats:
             show_card(stats_rows(llm.stats(), outputs, llm.proposer), "this run")
+    _check_ends(prompts, outputs)
     return 0
+
+
+def _check_ends(prompts: Sequence[Prompt], outputs: Sequence[RequestOutput]) -> None:
+    """Raise RequestError when an answer ended because nothing could follow."""
+    pairs = zip(prompts, outputs, strict=True)
+    failed = [(prompt, choice.error) for prompt, output in pairs for choice in output.outputs if choice.error]
+    if failed:
+        (prompt, error), more = failed[0], len(failed) - 1
+        raise RequestError(f"{prompt.source}: {error}" + (f"; so did {more} more" if more else ""))
 
 
 def encoded(llm: LLM, prompt: Prompt) -> list[int]:
