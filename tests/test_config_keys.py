@@ -27,6 +27,7 @@ from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import MiniMa
 
 from skipstone import LLM, SamplingParams
 from skipstone.errors import CheckpointError, ConfigError, SkipstoneError
+from skipstone.llm import GenerationConfig
 from skipstone.models.base import ConfigReader
 from skipstone.models.draft_layers import read_draft_layer
 from skipstone.models.loader import read_model_info
@@ -418,3 +419,31 @@ def test_the_norms_inside_latent_attention_keep_their_own_eps(oracle: Callable[[
         rows = both.ours(raw)
         assert relative_error(rows, both.base.double()).max() > 100 * TOLERANCE
         assert both.differs(raw, rows) == ""
+
+
+ENDS: dict[str, tuple[Any, Any, Any, list[int]]] = {
+    "generation_config.json first": ({"eos_token_id": 3}, 4, 5, [3]),
+    "several": ({"eos_token_id": [3, 4]}, 4, 5, [3, 4]),
+    "config.json next": ({}, 4, 5, [4]),
+    "the language model's own": (None, None, 5, [5]),
+    "none": ({"eos_token_id": None}, 4, 5, []),
+}
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_where_the_end_of_a_text_is_named(case: str, oracle: Callable[[str], Oracle]) -> None:
+    """generation_config.json, then config.json, then its text_config."""
+    file, outer, inner, expected = ENDS[case]
+    both = oracle("m3")
+    raw = changed(both.tiny.config, ("eos_token_id",), ABSENT if outer is None else outer)
+    folder = both.folder(changed(raw, ("text_config", "eos_token_id"), inner))
+    if file is not None:
+        (folder / "generation_config.json").write_text(json.dumps(file))
+    info = read_model_info(folder)
+    assert sorted(GenerationConfig(folder).eos_token_ids(info)) == expected
+
+
+def test_layers_behind_the_draft_modules_are_unexpected(oracle: Callable[[str], Oracle]) -> None:
+    """Too small a `num_hidden_layers` would drop trained layers as if they were draft modules."""
+    with pytest.raises(CheckpointError, match=r"unexpected: model.layers.3"):
+        oracle("dsa").ours(oracle("dsa").tiny.config | {"num_hidden_layers": 2})
