@@ -47,8 +47,9 @@ class GenerationConfig:
 
     def eos_token_ids(self, info: ModelInfo) -> frozenset[int]:
         """Ids that end a text: of this file, else of config.json. Raises ConfigError for an id out of range."""
-        key, text = "eos_token_id", info.raw.get("text_config", {})
-        value = next((raw[key] for raw in (self.raw, info.raw, text) if key in raw), None)
+        key, text = "eos_token_id", info.raw.get("text_config")
+        places = (self.raw, info.raw, text if isinstance(text, dict) else {})
+        value = next((raw[key] for raw in places if key in raw), None)
         ids = value if isinstance(value, list) else [] if value is None else [value]
         size = info.config.vocab_size
         for token in ids:

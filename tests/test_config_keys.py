@@ -66,6 +66,7 @@ FOREIGN: dict[str, dict[str, tuple[Any, Any]]] = {
         "index_topk_pattern": (None, "FSFS"), "mlp_bias": (None, True), "attention_bias": (None, True),
         "index_init_blocks": (None, 1), "sparse_stride": (None, 2), "n_shared_experts": (1, 2),
         "use_qk_norm": (True, False), "use_routing_bias": (True, False), "attention_output_gate": (False, True),
+        "sliding_window": (None, 64), "final_logit_softcapping": (None, 30.0),
     },
     "dsa": {
         "index_topk_freq": (1, 4), "index_topk_pattern": (None, "FSFS"), "index_k_norm_type": ("layer", "rms"),
@@ -302,6 +303,14 @@ def test_an_extended_head_is_read_by_the_same_keys(tmp_path: Path) -> None:
     assert rotary.yarn.amplitude == pytest.approx(1 + 0.1 * math.log(10))
     with pytest.raises(ConfigError, match=r"head.rope_parameters: partial_rotary_factor=0.5 is not supported"):
         read_draft_layer(ConfigReader(layer | {"rope_parameters": {"partial_rotary_factor": 0.5}}, "head"))
+    for key, value in (
+        ("rotary_dim", 8),
+        ("layer_types", ["sliding_attention"]),
+        ("qk_norm", True),
+        ("swiglu_limit", 7),
+    ):
+        with pytest.raises(ConfigError, match=rf"head: {key}={re.escape(repr(value))}"):
+            read_draft_layer(ConfigReader(layer | {key: value}, "head"))
 
 
 SCALING = {"type": "yarn", **{key: value for key, value in YARN.items() if key != "rope_type"}}
@@ -343,6 +352,7 @@ CONFLICTS: dict[str, tuple[Raw, str]] = {
     "truth value": ({"rope_scaling": SCALING | {"truncate": None}}, "truncate=None is not supported"),
     "no object": ({"rope_scaling": "yarn"}, "rope_scaling must be an object"),
     "no base": ({"rope_theta": 0}, "rope_theta=0 must be a positive number"),
+    "base of one": ({"rope_theta": 1, "rope_scaling": SCALING}, "config.json: rope_theta=1.0 must be above 1"),
 }
 
 
@@ -375,6 +385,13 @@ TWICE: dict[str, tuple[str, Path_, Any, str]] = {
     "block": ("m3", ("text_config", "index_block_size"), 4, "index_block_size=4 .*sparse_block_size=8"),
     "outside": ("m3", ("rope_theta",), 5e6, "config.json: rope_theta=5000000.0 .*text_config: rope_theta=10000.0"),
     "only outside": ("m3", ("rope_scaling",), SCALING, "config.json: rope_scaling=.*text_config: rope_scaling=None"),
+    "mechanism outside": ("m3", ("index_topk_freq",), 4, "config.json: index_topk_freq=4 .*text_config"),
+    "relative's outside": (
+        "m3",
+        ("index_topk_pattern",),
+        "FS",
+        "config.json: index_topk_pattern='FS' is not supported",
+    ),
     "tied outside": ("m3", ("tie_word_embeddings",), True, "config.json: tie_word_embeddings=True .*text_config"),
     "dense layers": ("dsa", ("mlp_layer_types",), ["dense"] * 4, "mlp_layer_types=.*first_k_dense_replace="),
 }

@@ -14,7 +14,21 @@ from skipstone.errors import ConfigError
 from skipstone.layers.linear import Linear
 
 # Words that begin the keys of what a model computes, and keys among them that only training reads.
-WORDS = ("attention_", "index", "mlp_", "moe_", "qk_", "rope_", "rotary_", "rout", "sparse_", "swiglu_")
+WORDS = (
+    *(
+        "attention_",
+        "attn_logit",
+        "embedding_",
+        "expert",
+        "final_logit",
+        "index",
+        "layernorm_",
+        "logit",
+        "mlp_",
+        "moe_",
+    ),
+    *("qk_", "residual_", "rope_", "rotary_", "rout", "sliding_", "sparse_", "swiglu_"),
+)
 TRAINING = ("attention_dropout", "router_aux_loss_coef", "router_jitter_noise")
 
 

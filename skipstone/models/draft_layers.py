@@ -54,7 +54,8 @@ def read_draft_layer(reader: ConfigReader) -> DraftLayerConfig:
         reader.multiple("hidden_size", hidden, "num_attention_heads", heads)
     head_dim = reader.integer("head_dim") if reader.raw.get("head_dim") is not None else hidden // heads
     reader.multiple("head_dim", head_dim, "2 halves", 2)
-    return DraftLayerConfig(
+    reader.agree("rotary_dim", head_dim, f"{reader.where}: head_dim")
+    config = DraftLayerConfig(
         hidden_size=hidden,
         intermediate=reader.integer("intermediate_size"),
         heads=heads,
@@ -64,6 +65,8 @@ def read_draft_layer(reader: ConfigReader) -> DraftLayerConfig:
         rotary=read_rotary(reader, max_position),
         max_position=max_position,
     )
+    reader.finish()
+    return config
 
 
 def check_vocabulary(reader: ConfigReader, target: ModelConfig) -> None:

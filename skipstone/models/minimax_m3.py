@@ -139,8 +139,9 @@ def read_minimax_m3(raw: dict[str, Any]) -> MiniMaxM3Config:
     reader = outer.section("text_config")
     config = _read_text(reader)
     for key in reader.read & raw.keys():
-        if raw[key] is not False:  # outside, it says nothing where the language model is silent
+        if outer.get(key) is not False:  # outside, it says nothing where the language model is silent
             outer.agree(key, reader.raw.get(key), reader.place(key))
+    outer.finish()
     return config
 
 

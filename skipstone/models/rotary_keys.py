@@ -6,6 +6,7 @@ saved hold all of it in `rope_parameters`, with `rope_type`. A file may hold bot
 
 from __future__ import annotations
 
+from skipstone.errors import ConfigError
 from skipstone.layers.rotary import RotarySettings, Yarn
 from skipstone.models.base import ConfigReader
 
@@ -37,6 +38,8 @@ def read_rotary(
     share = rope.number("partial_rotary_factor") if partial else rope.expect("partial_rotary_factor", (1,), 1)
     yarn = _read_yarn(rope, max_position) if kind == "yarn" else None
     settings = RotarySettings(rope.number("rope_theta", theta), share, yarn)
+    if settings.theta <= 1:
+        raise ConfigError(f"{rope.place('rope_theta')}={settings.theta} must be above 1; fix config.json")
     rope.finish(("",), f" with rope_type={kind!r}")
     return settings
 
