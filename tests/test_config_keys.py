@@ -258,7 +258,7 @@ ROTARY: dict[str, Raw] = {
     "not truncated": YARN | {"truncate": False},
     "truncated": YARN | {"truncate": True},
     "ramp": YARN | {"beta_fast": 8, "beta_slow": 0.5, "truncate": False},
-    "ends that cross": YARN | {"original_max_position_embeddings": 2, "mscale": 1.0, "mscale_all_dim": 1.0},
+    "ends that cross": YARN | {"original_max_position_embeddings": 2, "truncate": False},
     "shrunk": YARN | {"factor": 0.5},
     "no original": {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0},
     "other base": YARN | {"rope_theta": 500.0},

@@ -58,5 +58,5 @@ def _read_yarn(rope: ConfigReader, max_position: int) -> Yarn:
         beta_slow=number("beta_slow", 1.0),
         truncate=rope.expect("truncate", (True, False), True),
         amplitude=number("attention_factor", usual),
-        temperature=Yarn.mscale(factor, all_dim) if all_dim else 1.0,
+        temperature=Yarn.mscale(factor, all_dim),
     )
