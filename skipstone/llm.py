@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,7 +20,7 @@ from skipstone.core.grammar import GrammarMaker
 from skipstone.core.observer import Observer
 from skipstone.core.request import Request, SamplingParams
 from skipstone.errors import ConfigError, RequestError
-from skipstone.models.loader import read_json, read_model_info
+from skipstone.models.loader import ModelInfo, read_json, read_model_info
 from skipstone.models.locate import locate
 from skipstone.outputs import RequestOutput, StreamEvent
 from skipstone.registry import GRAMMARS
@@ -32,6 +33,32 @@ Messages = Sequence[dict[str, Any]]
 Stream = Generator[StreamEvent, None, None]
 OnOutput = Callable[[int, RequestOutput], None]
 SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+class GenerationConfig:
+    """What the generation_config.json of a folder says, if it has one. Raises CheckpointError for an unreadable one."""
+
+    def __init__(self, folder: Path) -> None:
+        file = folder / "generation_config.json"
+        self.raw = read_json(file, "it may be deleted") if file.exists() else {}
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Defaults of sampling parameters; `do_sample` false means temperature 0, whatever temperature is named."""
+        given = {key: self.raw[key] for key in SAMPLING_KEYS if self.raw.get(key) is not None}
+        return given | {"temperature": 0.0} if self.raw.get("do_sample") is False else given
+
+    def eos_token_ids(self, info: ModelInfo) -> frozenset[int]:
+        """Ids that end a text: of this file, else of config.json. Raises ConfigError for an id out of range."""
+        key, text = "eos_token_id", info.raw.get("text_config")
+        places = (self.raw, info.raw, text if isinstance(text, dict) else {})
+        value = next((raw[key] for raw in places if key in raw), None)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        size = info.config.vocab_size
+        for token in ids:
+            if not isinstance(token, int) or not 0 <= token < size:
+                raise ConfigError(f"{key}={token!r} is not an id of the vocabulary: vocab_size={size}")
+        return frozenset(ids)
 
 
 class LLM:
@@ -56,9 +83,9 @@ class LLM:
         self.folder = locate(self.config.model)
         self.info = read_model_info(self.folder)
         self.tokenizer = Tokenizer(self.folder) if (self.folder / "tokenizer.json").exists() else None
-        generation_file = self.folder / "generation_config.json"
-        self._generation = read_json(generation_file, "it may be deleted") if generation_file.exists() else {}
-        self.eos_token_ids = eos_token_ids(self._generation, self.info.raw, self.info.config.vocab_size)
+        generation = GenerationConfig(self.folder)
+        self.default_params = generation.sampling
+        self.eos_token_ids = generation.eos_token_ids(self.info)
         make = GRAMMARS.load("llguidance")
         self._grammars: GrammarMaker = make(self.folder, self.info.config.vocab_size, self.eos_token_ids)
         self.engine = Engine(self.info, self.config, observer)
@@ -66,13 +93,6 @@ class LLM:
         self._numbers = itertools.count()
         self._lock, self._door = threading.RLock(), threading.Lock()
         self._inside: int | None = None  # the thread that has the lock
-
-    @property
-    def default_params(self) -> dict[str, Any]:
-        """Sampling defaults of the checkpoint's generation_config.json."""
-        if self._generation.get("do_sample") is False:
-            return {"temperature": 0.0}
-        return {key: self._generation[key] for key in SAMPLING_KEYS if self._generation.get(key) is not None}
 
     @property
     def card(self) -> list[tuple[str, str]]:
@@ -356,15 +376,3 @@ class LLM:
                     if done is not None:
                         done(places[event.request_id], event.output)
         return [session.output() for session in sessions]
-
-
-def eos_token_ids(generation: dict[str, Any], raw: dict[str, Any], vocab_size: int) -> frozenset[int]:
-    """Ids that end a text: from generation_config.json, else config.json. Raises ConfigError for an id out of range."""
-    value = generation.get("eos_token_id", raw.get("eos_token_id"))
-    if value is None:
-        return frozenset()
-    ids = value if isinstance(value, list) else [value]
-    for token in ids:
-        if not isinstance(token, int) or not 0 <= token < vocab_size:
-            raise ConfigError(f"eos_token_id={token!r} is not an id of the vocabulary, 0 to {vocab_size - 1}")
-    return frozenset(ids)

@@ -23,8 +23,10 @@ from damage import BAD_CHECKPOINTS, change, truncate
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 
+from skipstone import LLM
 from skipstone.serve import cli
 from skipstone.serve.cli import COMMANDS
+from skipstone.tools.checkpoint import examine
 
 ROOT = Path(__file__).resolve().parent.parent
 SKIPSTONE = [sys.executable, "-m", "skipstone"]
@@ -117,6 +119,24 @@ class TestStart:
         assert rows["top_p"] == "generation_config.json"
         assert rows["seed"] == "default"
         assert run("generate", "--print-config").out.startswith("# model: not given\n")
+
+    @pytest.mark.parametrize("file", ["", '{"do_sample": false, "temperature": 0.7, "top_p": 0.9}', '{"top_k": 3}'])
+    def test_print_config_shows_what_a_run_uses(
+        self, file: str, run: Callable[..., Result], model: Path, tmp_path: Path
+    ) -> None:
+        """All that read generation_config.json take it alike: what is printed, the model, and inspect."""
+        folder = shutil.copytree(model, tmp_path / "model")
+        (folder / "generation_config.json").unlink()
+        if file:
+            (folder / "generation_config.json").write_text(file)
+        out = run("generate", folder, "--print-config").out.splitlines()
+        rows = dict(line.split(" # ")[0].rstrip().split(": ", 1) for line in out if "generation_config.json" in line)
+        defaults = LLM(str(folder), num_blocks=20).default_params
+        assert {name: json.loads(value) for name, value in rows.items()} == defaults
+        if "do_sample" in file:
+            assert defaults == {"temperature": 0.0, "top_p": 0.9}
+            assert "sampling: temperature=0.0 (generation_config.json)" in run("generate", folder, "-p", "a").err
+        assert not examine(folder, "auto").unusable
 
 
 BAD_REQUESTS = {

@@ -502,7 +502,10 @@ DAMAGES = {
     ),
     "other speculator": Damage("eagle3_speculators", key("speculators_model_type", "peagle"), nothing, "='peagle'"),
     "nested rope": Damage(
-        "eagle3_speculators", layer("rope_scaling", {"rope_type": "llama3"}), nothing, "_config: rope_scaling="
+        "eagle3_speculators",
+        layer("rope_scaling", {"rope_type": "llama3"}),
+        nothing,
+        "_config.rope_scaling: rope_type='llama3'",
     ),
     "nested size": Damage("eagle3_speculators", layer("hidden_size", None), nothing, "_config: key 'hidden_size' is m"),
     "speculators k": Damage(

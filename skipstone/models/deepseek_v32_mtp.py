@@ -63,7 +63,7 @@ class DeepseekV32Mtp(DraftHead):
         super().__init__()
         self.num_modules = num_modules
         self.target_layers = target.config.num_layers
-        self.config = replace(target.config, dense_layers=0, num_layers=num_modules)
+        self.config = replace(target.config, moe_layers=(True,) * num_modules, num_layers=num_modules)
         modules = nn.ModuleList()
         for i in range(num_modules):
             prefix = f"model.layers.{self.target_layers + i}"

@@ -191,7 +191,8 @@ class Eagle3(DraftHead):
         self.vocabulary = DraftVocabulary(config.draft_vocab, vocab) if "d2t" in names else None
         self.has_mask = self.vocabulary is not None and "t2d" in names
         self.max_position = min(config.layer.max_position, max_position)
-        table = rotary_table(config.layer.head_dim, config.layer.rope_theta, self.max_position)
+        rotary = config.layer.rotary
+        table = rotary_table(config.layer.head_dim, rotary.theta, self.max_position, rotary.yarn)
         self.rotary = RotaryTable(table, config.layer.head_dim, pairs=False)
 
     def cache_specs(self) -> list[CacheSpec]:

@@ -15,13 +15,12 @@ import torch
 
 from skipstone.errors import CheckpointError, RequestError, SkipstoneError
 from skipstone.kernels.dispatch import choose_device, choose_dtype, free_memory_bytes
-from skipstone.llm import SAMPLING_KEYS, eos_token_ids
+from skipstone.llm import GenerationConfig
 from skipstone.models.base import CausalLM, DraftHead
 from skipstone.models.loader import (
     ModelInfo,
     memory_refusal,
     mtp_bytes,
-    read_json,
     read_model_info,
     weight_bytes,
     with_index_keys,
@@ -247,20 +246,17 @@ def _absent(info: ModelInfo, present: int) -> list[str]:
 
 def _unusable(info: ModelInfo) -> list[str]:
     """What is wrong with the tokenizer's files and with generation_config.json, in the words of the engine."""
-    tokenizer, file = info.folder / "tokenizer.json", info.folder / "generation_config.json"
     found = []
     try:
-        if tokenizer.exists():
+        if (info.folder / "tokenizer.json").exists():
             Tokenizer(info.folder)
     except SkipstoneError as error:
         found.append(str(error))
     try:
-        generation = read_json(file, "it may be deleted") if file.exists() else {}
-        eos_token_ids(generation, info.raw, info.config.vocab_size)
-        if generation.get("do_sample") is not False:
-            given = {key: generation[key] for key in SAMPLING_KEYS if generation.get(key) is not None}
-            params = Settings({}, {}).with_checkpoint(given).sampling_params()
-            params.validate(info.config.vocab_size)
+        generation = GenerationConfig(info.folder)
+        generation.eos_token_ids(info)
+        params = Settings({}, {}).with_checkpoint(generation.sampling).sampling_params()
+        params.validate(info.config.vocab_size)
     except RequestError as error:
         found.append(f"generation_config.json: {error}")
     except SkipstoneError as error:
