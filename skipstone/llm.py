@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,14 +16,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from skipstone.config import EngineConfig, make_config
+from skipstone.core.grammar import GrammarMaker
 from skipstone.core.observer import Observer
 from skipstone.core.request import Request, SamplingParams
 from skipstone.errors import ConfigError, RequestError
-from skipstone.models.loader import read_json, read_model_info
+from skipstone.models.loader import ModelInfo, read_json, read_model_info
 from skipstone.models.locate import locate
 from skipstone.outputs import RequestOutput, StreamEvent
+from skipstone.registry import GRAMMARS
 from skipstone.runtime.engine import Engine
-from skipstone.serve.structured import GrammarCompiler
 from skipstone.serve.text import Tokenizer
 from skipstone.session import Choice, Session
 
@@ -31,8 +35,36 @@ OnOutput = Callable[[int, RequestOutput], None]
 SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
+class GenerationConfig:
+    """What the generation_config.json of a folder says, if it has one. Raises CheckpointError for an unreadable one."""
+
+    def __init__(self, folder: Path) -> None:
+        file = folder / "generation_config.json"
+        self.raw = read_json(file, "it may be deleted") if file.exists() else {}
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Defaults of sampling parameters; `do_sample` false means temperature 0, whatever temperature is named."""
+        given = {key: self.raw[key] for key in SAMPLING_KEYS if self.raw.get(key) is not None}
+        return given | {"temperature": 0.0} if self.raw.get("do_sample") is False else given
+
+    def eos_token_ids(self, info: ModelInfo) -> frozenset[int]:
+        """Ids that end a text: of this file, else of config.json. Raises ConfigError for an id out of range."""
+        key, text = "eos_token_id", info.raw.get("text_config")
+        places = (self.raw, info.raw, text if isinstance(text, dict) else {})
+        value = next((raw[key] for raw in places if key in raw), None)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        size = info.config.vocab_size
+        for token in ids:
+            if not isinstance(token, int) or not 0 <= token < size:
+                raise ConfigError(f"{key}={token!r} is not an id of the vocabulary: vocab_size={size}")
+        return frozenset(ids)
+
+
 class LLM:
     """A model ready to write. Options are those of EngineConfig; errors are SkipstoneErrors.
+
+    Any thread may call it. The engine does one thing at a time; a step brings every caller's requests forward.
 
     An `observer` is told what happens inside each step, and costs nothing when there is none.
     """
@@ -51,20 +83,16 @@ class LLM:
         self.folder = locate(self.config.model)
         self.info = read_model_info(self.folder)
         self.tokenizer = Tokenizer(self.folder) if (self.folder / "tokenizer.json").exists() else None
-        generation_file = self.folder / "generation_config.json"
-        self._generation = read_json(generation_file, "it may be deleted") if generation_file.exists() else {}
-        self.eos_token_ids = eos_token_ids(self._generation, self.info.raw, self.info.config.vocab_size)
-        self._grammars = GrammarCompiler(self.folder, self.info.config.vocab_size, self.eos_token_ids)
+        generation = GenerationConfig(self.folder)
+        self.default_params = generation.sampling
+        self.eos_token_ids = generation.eos_token_ids(self.info)
+        make = GRAMMARS.load("llguidance")
+        self._grammars: GrammarMaker = make(self.folder, self.info.config.vocab_size, self.eos_token_ids)
         self.engine = Engine(self.info, self.config, observer)
         self._sessions: dict[str, tuple[Session, Choice]] = {}
         self._numbers = itertools.count()
-
-    @property
-    def default_params(self) -> dict[str, Any]:
-        """Sampling defaults of the checkpoint's generation_config.json."""
-        if self._generation.get("do_sample") is False:
-            return {"temperature": 0.0}
-        return {key: self._generation[key] for key in SAMPLING_KEYS if self._generation.get(key) is not None}
+        self._lock, self._door = threading.RLock(), threading.Lock()
+        self._inside: int | None = None  # the thread that has the lock
 
     @property
     def card(self) -> list[tuple[str, str]]:
@@ -78,9 +106,13 @@ class LLM:
         kind = "CPU" if on_cpu else "GPU"
         name = f"cpu, {torch.get_num_threads()} threads" if on_cpu else torch.cuda.get_device_name()
         exact = "exact: a row's bits do not depend on the batch"
+        proposer = self.engine.speculation.proposer
+        drafting = proposer.needs.describe(caches.max_model_len) if proposer else ""
+        sparse = any(spec.backend != "dense" for spec in self.engine.model.cache_specs())
         return [
             ("model", f"{self.info.architecture} from {self.folder.name}"),
             ("layers", layers),
+            *([("sparse budget", self.info.config.sparse.text)] if sparse else []),
             ("dtype", f"{dtype} ({f'chosen for a {kind}' if config.dtype == 'auto' else 'as asked'}){keys}"),
             ("device", name),
             ("kernels", f"{self.engine.kernels.ops.implementation} ({self.engine.kernels.reason})"),
@@ -92,6 +124,7 @@ class LLM:
             ),
             ("prefix cache", "on" if config.prefix_caching else "off"),
             ("speculation", self.engine.speculation.description),
+            *([("drafting", drafting)] if drafting else []),
         ]
 
     @property
@@ -133,26 +166,22 @@ class LLM:
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Stream:
         """Complete one prompt, text as it comes. Closing the iterator aborts the request."""
-        return self._stream(self._session(prompt, self._params_for(params, 1)[0]))
+        return self._events([self._session(prompt, self._params_for(params, 1)[0])])
 
     def stream_chat(self, messages: Messages, params: SamplingParams | None = None) -> Stream:
         """Answer a conversation, text as it comes."""
-        return self._stream(self._chat_session(messages, params))
+        return self._events([self._chat_session(messages, params)])
 
     def abort(self, request_id: str) -> None:
         """End every choice of a running request, a stream by an event with its output; the others go on.
 
         An unknown id is ignored: it may just have ended.
         """
-        for session, choice in list(self._sessions.values()):
-            if session.session_id == request_id:
-                self.engine.abort(choice.request)
-                del self._sessions[choice.request.request_id]
-                if session.inbox is not None:
-                    session.inbox.append(session.push(choice, [], self.engine))
+        with self._turn():
+            self._abort(request_id)
 
     def stats(self) -> dict[str, float]:
-        """Totals since the start."""
+        """Totals since the start. Waits for no step."""
         engine, scheduler = self.engine.stats, self.engine.scheduler.stats
         return {
             "steps": engine.steps,
@@ -170,8 +199,9 @@ class LLM:
 
     def close(self) -> None:
         """End whatever still runs, as `abort` does."""
-        for session, _ in list(self._sessions.values()):
-            self.abort(session.session_id)
+        with self._turn():
+            for session, _ in list(self._sessions.values()):
+                self._abort(session.session_id)
 
     def __enter__(self) -> LLM:
         return self
@@ -210,15 +240,36 @@ class LLM:
         self._submit([session])
         return session
 
-    def check_grammar(self, params: SamplingParams) -> None:
-        """Raise RequestError when the text is to follow a grammar that cannot be used.
+    def prepare_grammar(self, params: SamplingParams, make: bool = True) -> object | None:
+        """Make the grammar that the text is to follow, which `add` then finds as long as somebody has what is returned.
 
-        May be called from any thread, and takes that work off `add`, where every running request would wait for it.
+        Takes that work off `add`, where every running request would wait for it. Without `make`: None for one that is
+        not there. Raises RequestError for a grammar that cannot be used.
         """
-        self._grammars.compile(params)
+        return self._grammars.prepare(params, make)
 
     def step(self) -> list[StreamEvent]:
         """Run one engine step for everything queued; returns what came out, an event per choice that got tokens."""
+        with self._turn():
+            return self._step()
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Alone with the engine and the sessions. Who waits at the door comes before who has just been in."""
+        me = threading.get_ident()
+        if self._inside == me:  # a forgotten stream may be closed at any time
+            yield
+            return
+        with self._door:
+            self._lock.acquire()
+        self._inside = me
+        try:
+            yield
+        finally:
+            self._inside = None
+            self._lock.release()
+
+    def _step(self) -> list[StreamEvent]:
         events = []
         for request, tokens in self.engine.step():
             session, choice = self._sessions[request.request_id]
@@ -229,6 +280,14 @@ class LLM:
             if request.finished:
                 del self._sessions[request.request_id]
         return events
+
+    def _abort(self, session_id: str) -> None:
+        for session, choice in list(self._sessions.values()):
+            if session.session_id == session_id:
+                self.engine.abort(choice.request)
+                del self._sessions[choice.request.request_id]
+                if session.inbox is not None:
+                    session.inbox.append(session.push(choice, [], self.engine))
 
     def _params_for(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if params is None:
@@ -252,7 +311,10 @@ class LLM:
     def _chat_session(self, messages: Messages, params: SamplingParams | None) -> Session:
         if self.tokenizer is None:
             raise RequestError(f"{self.folder.name} has no tokenizer.json, so it cannot chat")
-        return self._make_session(None, self.tokenizer.encode_chat(messages), self._params_for(params, 1)[0])
+        token_ids, params = self.tokenizer.encode_chat(messages), self._params_for(params, 1)[0]
+        if params.structured_output:
+            self.tokenizer.check_constraint(token_ids, params.structured_output[0])
+        return self._make_session(None, token_ids, params)
 
     def _make_session(self, prompt: str | None, token_ids: list[int], params: SamplingParams) -> Session:
         params.validate(self.engine.vocab_size)
@@ -265,63 +327,52 @@ class LLM:
     def _submit(self, sessions: list[Session]) -> None:
         """Queue all choices, or none when one of them is refused."""
         added: list[Request] = []
-        try:
-            for session in sessions:
-                for choice in session.choices:
-                    self.engine.add(choice.request)
-                    added.append(choice.request)
-                    self._sessions[choice.request.request_id] = (session, choice)
-        except RequestError:
-            self._withdraw(added)
-            raise
+        with self._turn():
+            try:
+                for session in sessions:
+                    for choice in session.choices:
+                        self.engine.add(choice.request)
+                        added.append(choice.request)
+                        self._sessions[choice.request.request_id] = (session, choice)
+            except RequestError:
+                self._withdraw(added)
+                raise
 
     def _withdraw(self, requests: list[Request]) -> None:
         for request in requests:
             self.engine.abort(request)
             self._sessions.pop(request.request_id, None)
 
-    def _run(self, sessions: list[Session], progress: bool, done: OnOutput | None = None) -> list[RequestOutput]:
+    def _events(self, sessions: list[Session]) -> Stream:
+        """Run the sessions to their end; what comes out of them, wherever the step was run that brought it."""
+        inbox: deque[StreamEvent] = deque()
+        for session in sessions:
+            session.inbox = inbox
         self._submit(sessions)
+        try:
+            while True:
+                with self._turn():
+                    if not inbox and all(session.finished for session in sessions):
+                        return
+                    if not inbox:
+                        self._step()
+                while inbox:
+                    yield inbox.popleft()
+        finally:
+            with self._turn():
+                self._withdraw([choice.request for session in sessions for choice in session.choices])
+
+    def _run(self, sessions: list[Session], progress: bool, done: OnOutput | None = None) -> list[RequestOutput]:
         places = {session.session_id: place for place, session in enumerate(sessions)}
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         bar = Progress(
             *columns, console=Console(stderr=True), disable=not progress or len(sessions) < 2, transient=True
         )
-        try:
-            with bar:
-                task = bar.add_task("generating", total=len(sessions))
-                while not all(session.finished for session in sessions):
-                    for event in self.step():
-                        if event.output is not None and event.request_id in places:
-                            bar.advance(task)
-                            if done is not None:
-                                done(places[event.request_id], event.output)
-        except BaseException:
-            self._withdraw([choice.request for session in sessions for choice in session.choices])
-            raise
+        with bar, closing(self._events(sessions)) as events:
+            task = bar.add_task("generating", total=len(sessions))
+            for event in events:
+                if event.output is not None:
+                    bar.advance(task)
+                    if done is not None:
+                        done(places[event.request_id], event.output)
         return [session.output() for session in sessions]
-
-    def _stream(self, session: Session) -> Stream:
-        self._submit([session])
-        inbox: deque[StreamEvent] = deque()
-        session.inbox = inbox  # another stream's turn may run the step that brings this one's events
-        try:
-            while inbox or not session.finished:
-                if not inbox:
-                    self.step()
-                while inbox:
-                    yield inbox.popleft()
-        finally:
-            self._withdraw([choice.request for choice in session.choices])
-
-
-def eos_token_ids(generation: dict[str, Any], raw: dict[str, Any], vocab_size: int) -> frozenset[int]:
-    """Ids that end a text: from generation_config.json, else config.json. Raises ConfigError for an id out of range."""
-    value = generation.get("eos_token_id", raw.get("eos_token_id"))
-    if value is None:
-        return frozenset()
-    ids = value if isinstance(value, list) else [value]
-    for token in ids:
-        if not isinstance(token, int) or not 0 <= token < vocab_size:
-            raise ConfigError(f"eos_token_id={token!r} is not an id of the vocabulary, 0 to {vocab_size - 1}")
-    return frozenset(ids)

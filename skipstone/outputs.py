@@ -11,7 +11,8 @@ from skipstone.core.speculation import SpeculationStats
 class CompletionOutput(msgspec.Struct, kw_only=True):
     """One choice. `finish_reason` is "stop", "length" or "abort"; `stop_reason` the stop string or id, if one hit.
 
-    `speculation` counts the choice's drafts; None when it ran without.
+    `error` says why no token could follow, where that ended the text ("abort"). `speculation` counts the choice's
+    drafts; None when it ran without.
     """
 
     index: int
@@ -20,6 +21,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    error: str | None = None
     speculation: SpeculationStats | None = None
 
 

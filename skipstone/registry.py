@@ -73,6 +73,9 @@ PROPOSERS = Registry(
     },
 )
 
+# By the package that does the parsing.
+GRAMMARS = Registry("grammar library", {"llguidance": "serve.structured:GrammarCompiler"})
+
 # Every op twice, its plain-torch reference and its Triton kernels; some a third time, compiled for CPUs by Numba.
 KERNELS = Registry(
     "op",

@@ -6,11 +6,11 @@ import secrets
 import time
 from collections import deque
 
+from skipstone.core.grammar import GrammarMaker
 from skipstone.core.request import Request, SamplingParams
 from skipstone.kernels.reference.sampling import derive_seed
 from skipstone.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamEvent
 from skipstone.runtime.engine import Engine
-from skipstone.serve.structured import GrammarCompiler
 from skipstone.serve.text import Tokenizer
 from skipstone.serve.text_stream import TextStream
 
@@ -58,6 +58,7 @@ class Choice:
             logprobs=None if request.params.logprobs is None else request.logprobs[: len(self.token_ids)],
             finish_reason=reason,
             stop_reason=self.stop_string if self.stop_string is not None else request.stop_token_id,
+            error=request.error,
             speculation=request.speculation if request.max_drafts else None,
         )
 
@@ -73,7 +74,7 @@ class Session:
         params: SamplingParams,
         tokenizer: Tokenizer | None,
         eos_token_ids: frozenset[int],
-        grammars: GrammarCompiler,
+        grammars: GrammarMaker,
     ) -> None:
         self.session_id = session_id
         self.prompt = prompt

@@ -40,6 +40,9 @@ class Serving:
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
         return httpx.post(self.url + path, json=body, timeout=60, **options)
 
+    def post_text(self, path: str, body: str) -> httpx.Response:
+        return httpx.post(self.url + path, content=body, headers={"content-type": "application/json"}, timeout=60)
+
     def get(self, path: str, **options: Any) -> httpx.Response:
         return httpx.get(self.url + path, timeout=60, **options)
 

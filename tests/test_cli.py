@@ -23,8 +23,10 @@ from damage import BAD_CHECKPOINTS, change, truncate
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 
+from skipstone import LLM
 from skipstone.serve import cli
 from skipstone.serve.cli import COMMANDS
+from skipstone.tools.checkpoint import examine
 
 ROOT = Path(__file__).resolve().parent.parent
 SKIPSTONE = [sys.executable, "-m", "skipstone"]
@@ -118,6 +120,24 @@ class TestStart:
         assert rows["seed"] == "default"
         assert run("generate", "--print-config").out.startswith("# model: not given\n")
 
+    @pytest.mark.parametrize("file", ["", '{"do_sample": false, "temperature": 0.7, "top_p": 0.9}', '{"top_k": 3}'])
+    def test_print_config_shows_what_a_run_uses(
+        self, file: str, run: Callable[..., Result], model: Path, tmp_path: Path
+    ) -> None:
+        """All that read generation_config.json take it alike: what is printed, the model, and inspect."""
+        folder = shutil.copytree(model, tmp_path / "model")
+        (folder / "generation_config.json").unlink()
+        if file:
+            (folder / "generation_config.json").write_text(file)
+        out = run("generate", folder, "--print-config").out.splitlines()
+        rows = dict(line.split(" # ")[0].rstrip().split(": ", 1) for line in out if "generation_config.json" in line)
+        defaults = LLM(str(folder), num_blocks=20).default_params
+        assert {name: json.loads(value) for name, value in rows.items()} == defaults
+        if "do_sample" in file:
+            assert defaults == {"temperature": 0.0, "top_p": 0.9}
+            assert "sampling: temperature=0.0 (generation_config.json)" in run("generate", folder, "-p", "a").err
+        assert not examine(folder, "auto").unusable
+
 
 BAD_REQUESTS = {
     "no prompt": ([], ["no prompt given", "-p TEXT"]),
@@ -186,10 +206,13 @@ class TestErrors:
         monkeypatch.setattr("torch.cuda.is_available", lambda: False)
         monkeypatch.delenv("TRITON_INTERPRET", raising=False)
         arguments, words = BAD_FROM_THE_START[name]
-        folder = DEMO if name == "regex" else model  # whose tokenizer the grammar's library can read
+        folder = DEMO if name in ("regex", "schema") else model  # whose tokenizer the grammar's library can read
         result = run("generate", folder, "-p", "x", *arguments)
         self.check(result, words)
         assert "loading" not in result.err
+
+    def test_a_tokenizer_that_grammars_cannot_use(self, run: Callable[..., Result], model: Path) -> None:
+        self.check(run("generate", model, "-p", "x", "--regex", "a+"), ["regex", "tokenizer.json", "decoder"])
 
     def test_truncated_shard_gives_expected_and_actual_bytes(
         self, run: Callable[..., Result], model: Path, tmp_path: Path
@@ -302,6 +325,17 @@ class TestGenerate:
         file.write_text(json.dumps({"messages": [{"role": "user", "content": [part, {"type": "image_url"}]}]}))
         result = run("generate", model, "-f", file)
         assert result.code == 2 and "a.jsonl:1: messages[0].content[1]={'type': 'image_url'}" in result.err
+
+    @pytest.mark.skipif(not any(DEMO.glob("*.safetensors")), reason="the demo checkpoint's weights are not here")
+    def test_a_thought_is_not_held_to_a_constraint(self, run: Callable[..., Result], tmp_path: Path) -> None:
+        copy, file = tmp_path / "thinks", tmp_path / "a.jsonl"
+        shutil.copytree(DEMO, copy)
+        (copy / "chat_template.jinja").write_text("{{ messages[0].content }}<think>")
+        file.write_text(json.dumps({"messages": [{"role": "user", "content": "four"}]}))
+        common = ["--regex", "a", "-q", "--max-tokens", "1"]
+        result = run("generate", copy, "-f", file, *common)
+        assert result.code == 2 and "a.jsonl:1: regex says what the whole answer is" in result.err
+        assert "error: regex says what" in run("chat", copy, *common, stdin="four\n").err
 
     def test_json_file_and_several_choices(self, run: Callable[..., Result], model: Path, tmp_path: Path) -> None:
         target = tmp_path / "out.jsonl"

@@ -9,12 +9,12 @@ import random
 from typing import Any
 
 import pytest
+from skipstone.runtime.device_loop import DeviceLoop
 
 from skipstone import LLM, SamplingParams
 from skipstone.core.batch import Batch
 from skipstone.core.plan import StepPlan
 from skipstone.outputs import RequestOutput
-from skipstone.runtime.device_loop import DeviceLoop
 
 SPECS = ["off", "mtp:1", "mtp:3", "mtp:5", "eagle3:3"]
 

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
+from oracles.host_batch import QueryRows, build_batch
 from oracles.speculation import CACHED, FEW, LEAN, WAYS, Folders, load, pairs, run, tiny_jobs, tokens, watch
 from oracles.tiny import TINY, VOCAB, Tiny, write_folder
 from oracles.tiny_heads import with_mtp
@@ -28,7 +29,6 @@ from skipstone.core.batch import FIRST_BLOCK, ZERO_BLOCK, Batch, Selection
 from skipstone.core.kv_cache import CacheSpec, KVCache
 from skipstone.core.plan import StepOutput, StepPlan, StepResult
 from skipstone.core.request import Request
-from oracles.host_batch import QueryRows, build_batch
 from skipstone.core.sampling_rows import SampledRow, sampling_rows
 from skipstone.errors import UnsupportedError
 from skipstone.kernels.reference.sampling import sample

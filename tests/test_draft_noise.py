@@ -19,6 +19,7 @@ from oracles.speculation import load
 from oracles.statistics import chi_square
 from oracles.tiny import Tiny, flatten, m3_tensors, m3_text_config, write_folder
 from oracles.tiny_heads import with_mtp
+from skipstone.spec.choose import DraftChooser, DraftSampling
 from torch import Tensor
 
 from skipstone import LLM, SamplingParams
@@ -27,7 +28,6 @@ from skipstone.core.sampling_rows import SampledRow
 from skipstone.errors import ConfigError
 from skipstone.spec import choose as choose_module
 from skipstone.spec import verify as verify_module
-from skipstone.spec.choose import DraftChooser, DraftSampling
 from skipstone.spec.verify import Rule, Verifier
 
 UNLIKELY = 1e-4  # seeds are fixed: what passes once passes always

@@ -36,11 +36,14 @@ def copy(folder: Callable[[str], Path], tmp_path: Path) -> Callable[[str], Path]
 
 
 def rewrite(folder: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    """Change the tensors of the first shard."""
-    shard = sorted(folder.glob("*.safetensors"))[0]
+    """Change the tensors of the first shard, and the index with them."""
+    shard, index = sorted(folder.glob("*.safetensors"))[0], folder / "model.safetensors.index.json"
     tensors = load_file(shard)
     edit(tensors)
     save_file(tensors, shard)
+    weight_map = json.loads(index.read_text())["weight_map"]
+    kept = {name: file for name, file in weight_map.items() if file != shard.name} | dict.fromkeys(tensors, shard.name)
+    index.write_text(json.dumps({"weight_map": kept}))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -159,7 +162,7 @@ def test_proposers_that_would_work(copy: Callable[[str], Path], tiny: Callable[[
 def test_files_beside_the_weights(copy: Callable[[str], Path]) -> None:
     folder = copy("dsa")
     bare = examine(folder, "auto")
-    assert (bare.tokenizer, bare.chat_template, bare.licences) == (False, None, [])
+    assert (bare.tokenizer, bare.chat_template, bare.licences) == (False, "built in for deepseek_v32", [])
     (folder / "tokenizer.json").write_text("{}")
     (folder / "tokenizer_config.json").write_text('{"chat_template": "x"}')
     (folder / "LICENSE.txt").write_text("free")

@@ -11,12 +11,12 @@ import pytest
 import torch
 from oracles.speculation import WAYS, Folders, load, run, tiny_jobs
 from oracles.tiny import VOCAB, engine_options
+from skipstone.runtime.batch_builder import build_rows
 
 from skipstone import LLM, SamplingParams
 from skipstone.core.observer import EmittedRun, Observer
 from skipstone.core.plan import ScheduledRequest, StepPlan
 from skipstone.core.request import Request
-from skipstone.runtime.batch_builder import build_rows
 from skipstone.runtime.runner import ModelRunner
 
 LENGTHS = (1, 9, 40, 150)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from oracles.host_batch import QueryRows, build_batch
 from oracles.speculation import LEAN, WAYS, Folders, Job, load, run, tokens, watch
 from torch import Tensor
 
@@ -21,7 +22,6 @@ from skipstone.attention.backend import AttentionGroups
 from skipstone.core.batch import FIRST_BLOCK, Batch
 from skipstone.core.kv_cache import CacheMemory, KVCache
 from skipstone.core.request import Request
-from oracles.host_batch import QueryRows, build_batch
 from skipstone.core.sampling_rows import SampledRow
 from skipstone.spec.verify import Run, Verifier
 

@@ -13,6 +13,9 @@ import pytest
 from openai import pydantic_function_tool
 from serving import Serving, serving, wait_for
 
+from skipstone import SamplingParams
+from skipstone.errors import RequestError
+
 DEMO = Path(__file__).resolve().parent.parent / "checkpoints" / "demo"
 pytestmark = pytest.mark.skipif(
     not any(DEMO.glob("*.safetensors")), reason="the demo checkpoint's weights are not here"
@@ -75,12 +78,8 @@ def streamed(client: openai.OpenAI, **options: Any) -> tuple[str, list[dict[str,
         reason = choice.finish_reason or reason
         parts += bool(choice.delta.tool_calls)
         for part in choice.delta.tool_calls or []:
-            if part.index == len(calls):
-                assert part.id and part.type == "function" and part.function.name
-                calls.append({"id": part.id, "name": part.function.name, "arguments": ""})
-            else:
-                assert part.id is None and part.function.name is None and part.index == len(calls) - 1
-            calls[part.index]["arguments"] += part.function.arguments
+            assert part.index == len(calls) and part.id and part.type == "function" and part.function.name
+            calls.append({"id": part.id, "name": part.function.name, "arguments": part.function.arguments})
     return text, calls, reason, parts
 
 
@@ -100,7 +99,7 @@ class TestRequired:
         for k in (0, 1, 3):
             options = {"tool_choice": "required", "parallel_tool_calls": False, "extra_body": {"speculation": {"k": k}}}
             text, calls, reason, parts = streamed(client, **options)
-            assert text == "" and reason == "tool_calls" and parts > 1
+            assert text == "" and reason == "tool_calls" and parts == 1
             (whole,) = ask(client, **options).choices[0].message.tool_calls
             assert (whole.function.name, whole.function.arguments) == (calls[0]["name"], calls[0]["arguments"])
             found.append(calls[0]["arguments"])
@@ -118,29 +117,57 @@ class TestRequired:
         )
         for choice in answer.choices:
             assert choice.finish_reason in ("tool_calls", "length")
-            for call in (
-                choice.message.tool_calls[:-1] if choice.finish_reason == "length" else choice.message.tool_calls
-            ):
-                assert (
-                    fits(call.function.arguments)
-                    if call.function.name == "weather"
-                    else call.function.arguments == "{}"
-                )
-        ids = [call.id for choice in answer.choices for call in choice.message.tool_calls]
+            for call in choice.message.tool_calls or []:
+                name, arguments = call.function.name, call.function.arguments
+                assert fits(arguments) if name == "weather" else arguments == "{}"
+        ids = [call.id for choice in answer.choices for call in choice.message.tool_calls or []]
         assert len(set(ids)) == len(ids)
 
-    def test_one_that_is_cut_off(self, client: openai.OpenAI) -> None:
-        named = {"type": "function", "function": {"name": "weather"}}
-        for tool_choice in ("required", named):
-            choice = ask(client, tool_choice=tool_choice, max_tokens=12).choices[0]
-            assert choice.finish_reason == "length" and not choice.message.tool_calls
-            assert choice.message.content.startswith('<|tool_call|>{"name": "weather"')
-            choice = ask(client, tool_choice=tool_choice, max_tokens=24).choices[0]
-            assert choice.finish_reason == "length" and choice.message.content is None
-            (call,) = choice.message.tool_calls
-            assert call.function.name == "weather" and call.function.arguments.startswith("{")
-            with pytest.raises(json.JSONDecodeError):
-                json.loads(call.function.arguments)
+    @pytest.mark.parametrize(
+        "cut",
+        [
+            {"max_tokens": 12},
+            {"max_tokens": 24},
+            {"stop": ["ity"]},
+            {"stop": ["days"]},
+            {"stop": ["}"]},
+            {"stop": ["hourly"], "extra_body": {"include_stop_str_in_output": True}},
+            {"extra_body": {"stop_token_ids": "a later one"}},
+        ],
+    )
+    def test_one_that_is_cut_off_is_text(self, client: openai.OpenAI, server: Serving, cut: dict[str, Any]) -> None:
+        """Nobody can run it, and a client can send it back as what was said."""
+        if "stop_token_ids" in cut.get("extra_body", {}):
+            found = ask(client, tool_choice="required", extra_body={"return_token_ids": True}).choices[0]
+            ids = found.model_extra["token_ids"]
+            texts = [server.service.token_text(token) for token in ids]
+            first = next(i for i in range(len(ids)) if "days" in "".join(texts[:i]) and ids[i] not in ids[:i])
+            cut = {"extra_body": {"stop_token_ids": [ids[first]]}}
+        for tool_choice in ("required", {"type": "function", "function": {"name": "weather"}}):
+            choice = ask(client, tool_choice=tool_choice, **cut).choices[0]
+            assert choice.finish_reason == ("length" if "max_tokens" in cut else "stop")
+            assert not choice.message.tool_calls and choice.message.content.startswith(
+                '<|tool_call|>{"name": "weather"'
+            )
+            text, calls, reason, _ = streamed(client, tool_choice=tool_choice, **cut)
+            assert (text, calls, reason) == (choice.message.content, [], choice.finish_reason)
+            again = ask(client, messages=[*TALK, choice.message, *TALK], max_tokens=2)
+            assert again.choices[0].finish_reason == "length"
+
+    def test_whole_calls_before_one_that_is_cut_off(self, client: openai.OpenAI, server: Serving) -> None:
+        """They are given, but are not the reason of the end, and what comes back is taken."""
+        never = {str(token): -100 for token in server.service.llm.eos_token_ids}
+        options: Any = {"tool_choice": "required", "temperature": 1, "seed": 1, "logit_bias": never}
+        answers = [(ask(client, tools=[NOTHING], **options, max_tokens=most).choices[0], "length") for most in (40, 44)]
+        either = ask(client, tools=[NOTHING, WEATHER], **options, n=8, stop=["weather"])
+        answers += [(choice, "stop") for choice in either.choices if choice.finish_reason == "stop"]
+        assert any(choice.message.tool_calls for choice, _ in answers[2:])
+        for choice, reason in answers:
+            calls = choice.message.tool_calls or []
+            assert choice.finish_reason == reason and all(call.function.arguments == "{}" for call in calls)
+            assert choice.message.content.startswith("<|tool_call|>")
+            results = [{"role": "tool", "tool_call_id": call.id, "content": "Rain."} for call in calls]
+            assert ask(client, messages=[*TALK, choice.message, *results], max_tokens=1).choices
 
     def test_the_clients_own_helper(self, client: openai.OpenAI) -> None:
         pydantic = pytest.importorskip("pydantic")
@@ -191,9 +218,7 @@ class TestAuto:
                 0
             ]
             calls = choice.message.tool_calls
-            if choice.finish_reason == "length":
-                calls = calls[:-1]
-            assert choice.message.tool_calls and all(fits(call.function.arguments) for call in calls)
+            assert calls and all(fits(call.function.arguments) for call in calls)
         schema = {"name": "x", "schema": {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"],
                   "additionalProperties": False}}  # fmt: skip
         asked = {"type": "json_schema", "json_schema": schema}
@@ -261,6 +286,24 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {  # fields, param, a word of 
         "messages[0].tool_calls[0].function.arguments",
         "JSON object",
     ),
+    "hidden marks": ({"skip_special_tokens": True}, "skip_special_tokens", "<|tool_call|>"),
+    "variable": ({"chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs", "'enable_thinking'"),
+    "going on with calls": (
+        {
+            "messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}],
+            "continue_final_message": True,
+        },
+        "messages",
+        "tool_calls",
+    ),
+    "required": (
+        {
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": {}, "required": 3}}}],
+            "tool_choice": "required",
+        },
+        "tools",
+        "cannot be used",
+    ),
     "whose": (
         {"messages": [{"role": "user", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": ""}}]}]},
         "messages[0].tool_calls",
@@ -294,6 +337,57 @@ def test_a_template_without_tools(tmp_path: Path) -> None:
     with serving(str(model)) as server:
         answer = server.post("/v1/chat/completions", {"messages": TALK, "tools": [WEATHER]})
         assert "not known here" in answer.json()["error"]["message"]
+
+
+def test_special_tokens_are_hidden_where_calls_do_not_need_them(client: openai.OpenAI, tmp_path: Path) -> None:
+    """An explicit wish is obeyed or refused; without one, tools change nothing where marks are plain text."""
+    user = {"logit_bias": {"4": 100}, "max_tokens": 3}
+    hidden = ask(client, tool_choice="none", **user, extra_body={"skip_special_tokens": True})
+    assert hidden.choices[0].message.content == ""
+    model = tmp_path / "plain"
+    shutil.copytree(DEMO, model)
+    (model / "chat_template.jinja").write_text("{{ tools }}]<]minimax[>[{{ messages[0].content }}")
+    with serving(str(model)) as server:
+        for skip, content in ((True, ""), (None, ""), (False, "<|user|>" * 3)):
+            answer = ask(server.client(), model="plain", **user, extra_body={"skip_special_tokens": skip})
+            assert answer.choices[0].message.content == content
+        with pytest.raises(RequestError, match="regex says what the whole answer is"):
+            server.service.llm.chat([{"role": "user", "content": "<think>"}], SamplingParams(regex="a"))
+
+
+def test_a_thought_is_not_held_to_what_the_answer_is(tmp_path: Path) -> None:
+    """A prompt that opens a thought and a constraint on the whole answer exclude each other."""
+    model = tmp_path / "thinks"
+    shutil.copytree(DEMO.parent / "demo-dsa", model)
+    (model / "chat_template.jinja").unlink()
+    schema = {"type": "json_schema", "json_schema": {"schema": {"type": "object", "properties": {}}}}
+    constraints: list[tuple[str, dict[str, Any]]] = [
+        ("response_format.json_schema.schema", {"response_format": schema}),
+        ("response_format", {"response_format": {"type": "json_object"}}),
+        ("structured_outputs.regex", {"structured_outputs": {"regex": "a"}}),
+        ("structured_outputs.choice", {"structured_outputs": {"choice": ["a"]}}),
+        ("response_format", {"response_format": {"type": "json_object"}, "tools": [NOTHING]}),
+        ("tool_choice", {"tool_choice": "required", "tools": [NOTHING]}),
+    ]
+    strict = {"type": "function", "function": NOTHING["function"] | {"strict": True}}
+    prefill = [*TALK, {"role": "assistant", "content": "<think>Hm"}]
+    with serving(str(model)) as server:
+        for name in ("thinking", "enable_thinking"):
+            thinks = {"messages": TALK, "max_tokens": 2, "chat_template_kwargs": {name: True}}
+            for param, fields in constraints:
+                answer = server.post("/v1/chat/completions", thinks | fields)
+                assert answer.status_code == 400 and answer.json()["error"]["param"] == param
+                assert "chat_template_kwargs" in answer.json()["error"]["message"]
+            for fields in ({}, {"tools": [strict]}):
+                assert server.post("/v1/chat/completions", thinks | fields).is_success
+        closed = {"messages": TALK, "max_tokens": 2, "chat_template_kwargs": {"thinking": False}}
+        for _, fields in constraints:
+            assert server.post("/v1/chat/completions", closed | fields).is_success
+        goes_on = {"messages": prefill, "max_tokens": 2, "continue_final_message": True}
+        assert server.post("/v1/chat/completions", goes_on).is_success
+        assert server.post("/v1/chat/completions", goes_on | constraints[0][1]).status_code == 400
+        done = goes_on | {"messages": [*TALK, {"role": "assistant", "content": "<think>Hm</think>"}]}
+        assert server.post("/v1/chat/completions", done | constraints[0][1]).is_success
 
 
 @pytest.mark.parametrize("notation", ["minimax", "dsml"])

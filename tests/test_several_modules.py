@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from oracles.host_batch import QueryRows, build_batch
 from oracles.speculation import LEAN, Job, letters, load, run, tokens, watch
 from oracles.tiny import TINY, write_folder
 from oracles.tiny_heads import with_mtp
@@ -27,7 +28,6 @@ from skipstone.attention.backend import AttentionGroups
 from skipstone.core.batch import FIRST_BLOCK
 from skipstone.core.kv_cache import CacheMemory, KVCache
 from skipstone.core.request import Request
-from oracles.host_batch import QueryRows, build_batch
 from skipstone.core.sampling_rows import SampledRow, sampling_rows
 from skipstone.errors import ConfigError
 from skipstone.kernels.reference.sampling import decision_scores

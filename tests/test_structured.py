@@ -40,7 +40,7 @@ from skipstone.core.speculation import SpeculationStats
 from skipstone.errors import RequestError, SkipstoneError, UnsupportedError
 from skipstone.models.locate import heads_beside, locate, shipped_prompts
 from skipstone.runtime.scheduler import SchedulerStats
-from skipstone.serve.structured import GrammarCompiler, TokenGrammar
+from skipstone.serve.structured import GrammarCompiler, Made, TokenGrammar
 
 K = 4
 PROMPT = tokens(20, 2)
@@ -644,6 +644,10 @@ class TestNothingPossible:
         for session, (settings, text) in zip(sessions, dead, strict=True):
             choice = session.output().outputs[0]
             assert (choice.text, choice.finish_reason) == (text, "abort"), settings
+            kind = next(iter(settings))
+            assert choice.error is not None
+            assert choice.error.startswith(f"{kind} cannot be used: after {len(choice.token_ids)} tokens of output no")
+            assert f"{kind} and logit_bias" in choice.error
             assert len(choice.token_ids) == len(choice.logprobs or ())
             assert "".join(TEXTS[token] for token in choice.token_ids) == text
         assert llm.engine.pool.num_used == 0
@@ -653,6 +657,36 @@ class TestNothingPossible:
         params = SamplingParams(regex=" Q", logit_bias=banned(" "), temperature=temperature, max_tokens=5)
         (out,) = self.engine(folders, 0).generate([tokens(7, 1)], params, progress=False)
         assert (out.outputs[0].token_ids, out.outputs[0].finish_reason) == ([], "abort")
+
+    @pytest.mark.parametrize("temperature", [0.0, 1.0])
+    @pytest.mark.parametrize("k", [0, 3])
+    def test_without_a_grammar(self, k: int, temperature: float, folders: AsciiFolders) -> None:
+        """Biases against everything, or against all but a token that may not come yet."""
+        llm, every = self.engine(folders, k), dict.fromkeys(range(VOCAB), -float("inf"))
+        all_but_q = {token: bias for token, bias in every.items() if token != TEXTS.index("Q")}
+        all_but_the_end = {token: bias for token, bias in every.items() if token != EOS}
+        cases: list[tuple[dict[str, Any], int, str, str]] = [
+            ({"logit_bias": every}, 0, "abort", "logit_bias"),
+            ({"logit_bias": all_but_the_end, "min_tokens": 3}, 0, "abort", "logit_bias and min_tokens"),
+            (
+                {"logit_bias": all_but_q, "min_tokens": 3, "stop_token_ids": [TEXTS.index("Q")]},
+                0,
+                "abort",
+                "min_tokens",
+            ),
+            ({"logit_bias": all_but_the_end}, 1, "stop", ""),
+            ({"logit_bias": all_but_q}, 5, "length", ""),
+        ]
+        common = {"temperature": temperature, "seed": 1, "max_tokens": 5, "top_k": 3, "top_p": 0.9, "logprobs": 1}
+        params = [SamplingParams(**common | settings) for settings, *_ in cases]
+        for output, (settings, count, reason, words) in zip(
+            llm.generate([tokens(7, 1)] * len(cases), params, progress=False), cases, strict=True
+        ):
+            choice = output.outputs[0]
+            assert (len(choice.token_ids), choice.finish_reason) == (count, reason), list(settings)
+            assert len(choice.logprobs or ()) == count
+            assert (choice.error is None) == (reason != "abort") and words in (choice.error or "")
+        assert llm.engine.pool.num_used == 0
 
     @pytest.mark.parametrize("k", [0, 3])
     def test_whoever_waits_is_told(self, k: int, folders: AsciiFolders) -> None:
@@ -681,13 +715,13 @@ class TestNothingPossible:
         matcher = llguidance.LLMatcher(llm._grammars._tokenizer, source, limits=limits, log_level=0)
         assert not matcher.is_error()
         bad = llm.add(tokens(5, 5), SamplingParams(temperature=1.0, seed=1, max_tokens=30))
-        bad.choices[0].request.grammar = TokenGrammar(matcher, VOCAB)
+        bad.choices[0].request.grammar = TokenGrammar(Made(matcher), VOCAB, frozenset([EOS]))
         good = llm.add(*self.FREE)
         while llm.engine.has_work:
             llm.step()
             llm.engine.scheduler.check()
-        assert matcher.is_error()
         assert bad.choices[0].request.finish_reason is FinishReason.ABORT
+        assert "its grammar was given up: " in (bad.output().outputs[0].error or "")
         assert tuple(good.output().outputs[0].token_ids) == expected[0].token_ids
 
     @pytest.mark.parametrize("k", [0, 3])

@@ -55,6 +55,13 @@ class SparseSettings(NamedTuple):
     groups: int = 1
     value_width: int = 0
 
+    @property
+    def text(self) -> str:
+        """The budget in words."""
+        kept = f"the first {self.init_units} and the last {self.local_units} always"
+        blocks = f" ({self.budget} blocks of {self.unit} for each of {self.groups} KV heads, {kept})"
+        return f"a row reads at most {self.budget * self.unit:,} tokens{blocks if self.unit > 1 else ''}"
+
 
 class GroupBackend(Protocol):
     """One kind of cache group. Keeps nothing of a step: what a step needs is in the metadata that `plan` returns."""

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:  # requests must be importable without torch: `--help` has to be quick
     from torch import Tensor
 
+    from skipstone.core.request import SamplingParams
+
 
 class Grammar(Protocol):
     """The state of a grammar after the request's committed tokens. Questions about further tokens leave it as it is."""
@@ -21,5 +23,19 @@ class Grammar(Protocol):
         """Take over a committed token. False when the grammar forbids it."""
 
     @property
+    def failure(self) -> str | None:
+        """Why nothing may follow any longer, where that is no matter of the text: a limit that was reached."""
+
+    @property
     def ended(self) -> bool:
         """Whether the text is complete and nothing may follow."""
+
+
+class GrammarMaker(Protocol):
+    """Makes grammars for one vocabulary, from any thread. Raises RequestError for one that cannot be used."""
+
+    def compile(self, params: SamplingParams) -> Grammar | None:
+        """The grammar that the parameters ask for, if any."""
+
+    def prepare(self, params: SamplingParams, make: bool = True) -> object | None:
+        """What `compile` copies, not made anew while somebody has it. Without `make`: None if it is not there."""

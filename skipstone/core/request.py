@@ -194,6 +194,7 @@ class Request:
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
+    error: str | None = None  # why nothing could follow, where that ended the request
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
@@ -221,13 +222,13 @@ class Request:
         """Append a verified run, cut at the first token that ends the request; return what was appended.
 
         The cut is at the earliest of end-of-text, a stop id, the end of the grammar and the length limit. A stop id
-        that ends the request is committed (it was sampled) and recorded in `stop_token_id`. A token that the grammar
-        forbids (none was possible, because of logit_bias, say) ends the request before it.
+        that ends the request is committed (it was sampled) and recorded in `stop_token_id`. A token that is forbidden
+        came out because no token was possible: it ends the request before it, and `error` says why.
         """
         appended: list[int] = []
         for token in token_ids:
-            if self.grammar is not None and not self._permits(self.grammar, token):
-                self.finish_reason = FinishReason.ABORT
+            if not self._permits(token):
+                self.finish_reason, self.error = FinishReason.ABORT, self._nothing_possible()
                 break
             self.token_ids.append(token)
             appended.append(token)
@@ -242,9 +243,25 @@ class Request:
                 break
         return appended
 
-    def _permits(self, grammar: Grammar, token: int) -> bool:
-        """Take a token over into the grammar, unless it only came out because no token was possible."""
-        return self.params.logit_bias.get(token) != -math.inf and grammar.advance(token)
+    def _permits(self, token: int) -> bool:
+        """Whether the token may follow; if so, the grammar takes it over."""
+        if self.params.logit_bias.get(token) == -math.inf:
+            return False
+        if self.num_output_tokens < self.params.min_tokens and token in self.banned_token_ids:
+            return False
+        return self.grammar is None or self.grammar.advance(token)
+
+    def _nothing_possible(self) -> str:
+        kind = self.params.structured_output[0] if self.params.structured_output else None
+        after = f"cannot be used: after {self.num_output_tokens} tokens of output"
+        if self.grammar is not None and self.grammar.failure is not None:
+            return f"{kind} {after} its grammar was given up: {self.grammar.failure}"
+        biased = -math.inf in self.params.logit_bias.values()
+        early = self.num_output_tokens < self.params.min_tokens
+        whose = [kind] * (kind is not None) + ["logit_bias"] * biased + ["min_tokens"] * early
+        hint = "; an end token cannot be part of the text" if kind else ""
+        way_out = "; relax one of them" if len(whose) > 1 else ""
+        return f"{whose[0]} {after} no token is allowed by {' and '.join(map(str, whose))}{hint}{way_out}"
 
     def ends_with(self, token: int) -> bool:
         """Whether this token ends the text, once `min_tokens` are out."""

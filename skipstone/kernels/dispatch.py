@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,10 @@ import torch
 from skipstone.config import Kernels
 from skipstone.errors import ConfigError, UnsupportedError
 from skipstone.kernels.ops import OP_NAMES, Implementation, Ops, implementation_of, load_ops
+
+CPU = torch.device("cpu")
+MEMINFO = Path("/proc/meminfo")
+CGROUP = Path("/sys/fs/cgroup")  # of the container that this runs in
 
 
 class Choice(NamedTuple):
@@ -34,6 +39,25 @@ def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
     """The dtype that "auto", "float32" or "bfloat16" means on a device."""
     small = dtype == "bfloat16" or (dtype == "auto" and device.type != "cpu")
     return torch.bfloat16 if small else torch.float32
+
+
+def free_memory_bytes(device: torch.device = CPU) -> int:
+    """A GPU's free memory, or what can be taken without swapping or a container's end; 4 GiB where nothing says."""
+    if device.type != "cpu":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        available = _numbers(MEMINFO)["MemAvailable:"] * 1024
+    except (OSError, ValueError, KeyError):
+        available = 4 << 30
+    try:
+        limit, used = (int((CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
+        return max(0, min(available, limit - used + _numbers(CGROUP / "memory.stat")["inactive_file"]))
+    except (OSError, ValueError, KeyError):  # no container, or "max": no limit
+        return available
+
+
+def _numbers(file: Path) -> dict[str, int]:
+    return {words[0]: int(words[1]) for line in file.read_text().splitlines() if len(words := line.split()) > 1}
 
 
 def triton_refusal(device: torch.device) -> str | None:

@@ -12,30 +12,38 @@ from skipstone.kernels.reference.pointwise import Rotary
 
 
 class Yarn(NamedTuple):
-    """YaRN context extension (Peng et al. 2023) with the keys of `rope_scaling`."""
+    """YaRN context extension (Peng et al. 2023)."""
 
     factor: float
     original_max_position: int
     beta_fast: float
     beta_slow: float
-    mscale: float
-    mscale_all_dim: float
+    truncate: bool  # whether the ends of the ramp are whole dims
+    amplitude: float  # of cosines and sines
+    temperature: float  # latent attention multiplies its scores by the square of it
 
-    def amplitude(self, mscale: float) -> float:
-        """m(factor, mscale) = 0.1 mscale ln(factor) + 1, the attention temperature of YaRN."""
-        return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+    @staticmethod
+    def mscale(factor: float, mscale: float = 1.0) -> float:
+        """m(factor, mscale) = 0.1 mscale ln(factor) + 1."""
+        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+class RotarySettings(NamedTuple):
+    """What the keys of rotary embeddings say."""
+
+    theta: float
+    partial: float  # the part of a head that rotates
+    yarn: Yarn | None
 
 
 def rotary_table(dim: int, theta: float, max_position: int, yarn: Yarn | None = None) -> Tensor:
     """[max_position, dim] float32: dim/2 cosines, then dim/2 sines of position x frequency."""
     exponent = torch.arange(0, dim, 2, dtype=torch.float64) / dim
     frequency = theta**-exponent
-    scale = 1.0
     if yarn is not None:
         frequency = _stretch(frequency, dim, theta, yarn)
-        scale = yarn.amplitude(yarn.mscale) / yarn.amplitude(yarn.mscale_all_dim)
     angle = torch.arange(max_position, dtype=torch.float64)[:, None] * frequency
-    return (torch.cat([angle.cos(), angle.sin()], dim=-1) * scale).float()
+    return (torch.cat([angle.cos(), angle.sin()], dim=-1) * (yarn.amplitude if yarn else 1.0)).float()
 
 
 class RotaryTable(nn.Module):
@@ -76,8 +84,10 @@ def _stretch(frequency: Tensor, dim: int, theta: float, yarn: Yarn) -> Tensor:
         turns = yarn.original_max_position / (rotations * 2 * math.pi)
         return dim * math.log(turns) / (2 * math.log(theta))
 
-    low = max(math.floor(dim_of(yarn.beta_fast)), 0)
-    high = min(math.ceil(dim_of(yarn.beta_slow)), dim - 1)
-    ramp = (torch.arange(dim // 2, dtype=torch.float64) - low) / max(high - low, 0.001)
+    low, high = dim_of(yarn.beta_fast), dim_of(yarn.beta_slow)
+    if yarn.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = (torch.arange(dim // 2, dtype=torch.float64) - low) / (high - low or 0.001)
     kept = 1 - ramp.clamp(0, 1)
     return frequency / yarn.factor * (1 - kept) + frequency * kept

@@ -22,10 +22,31 @@ from skipstone.kernels.reference.index_rows import KeyNorm
 from skipstone.kernels.reference.pointwise import SILU, Rotary
 from skipstone.layers.feed_forward import GatedMLP, MixtureOfExperts, Router
 from skipstone.layers.linear import Linear, RMSNorm
-from skipstone.layers.rotary import RotaryTable, Yarn, rotary_table
-from skipstone.models.base import CausalLM, ConfigReader, HiddenStates, Kept, empty_parameter
+from skipstone.layers.rotary import RotarySettings, RotaryTable, rotary_table
+from skipstone.models.base import MTP_MODULE, CausalLM, ConfigReader, HiddenStates, Kept, empty_parameter
+from skipstone.models.rotary_keys import read_rotary
 
-INDEX_NORM_EPS = 1e-6
+# The norms inside attention (latent query, latent, index key) take this and not `rms_norm_eps`: the published modelling
+# code, and transformers after it, make them without an eps, so that checkpoints were trained with the default. The
+# release says 1e-6 for all others as well.
+INNER_NORM_EPS = 1e-6
+MLP_KINDS = ("dense", "sparse")
+# Variants of the model that are not implemented, by the values that are; the keys may be absent.
+ONLY: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "scoring_func": ("sigmoid",),
+    "topk_method": ("noaux_tc",),
+    "norm_topk_prob": (True,),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "tie_word_embeddings": (False,),
+    "moe_layer_freq": (1,),
+    "rope_interleave": (True,),
+    "indexer_rope_interleave": (False,),
+    "index_topk_freq": (1,),
+    "index_share_for_mtp_iteration": (False,),
+    "index_k_norm_type": ("layer",),
+}
 
 
 @dataclass(frozen=True)
@@ -42,13 +63,12 @@ class DeepseekV32Config:
     nope_dim: int
     rope_dim: int
     value_dim: int
-    rope_theta: float
-    yarn: Yarn | None
+    rotary: RotarySettings
     eps: float
     index_heads: int
     index_dim: int
     sparse: SparseSettings
-    dense_layers: int
+    moe_layers: tuple[bool, ...]
     dense_intermediate: int
     expert_intermediate: int
     experts: int
@@ -68,44 +88,36 @@ class DeepseekV32Config:
     @property
     def softmax_scale(self) -> float:
         """(nope + rope)^-1/2, times the square of YaRN's attention temperature."""
-        temperature = self.yarn.amplitude(self.yarn.mscale_all_dim) if self.yarn else 1.0
+        temperature = self.rotary.yarn.temperature if self.rotary.yarn else 1.0
         return float((self.nope_dim + self.rope_dim) ** -0.5 * temperature**2)
 
 
-def _read_yarn(reader: ConfigReader) -> Yarn | None:
-    key = "rope_parameters" if "rope_parameters" in reader.raw else "rope_scaling"
-    if reader.raw.get(key) is None:
-        return None
-    rope = reader.section(key)
-    kind = rope.expect("rope_type" if "rope_type" in rope.raw else "type", ("yarn", "default"))
-    if kind == "default":
-        return None
-    return Yarn(
-        factor=rope.number("factor"),
-        original_max_position=rope.integer("original_max_position_embeddings"),
-        beta_fast=rope.number("beta_fast", default=32.0),
-        beta_slow=rope.number("beta_slow", default=1.0),
-        mscale=rope.number("mscale", default=1.0),
-        mscale_all_dim=rope.number("mscale_all_dim", default=1.0),
-    )
+def _check_supported(reader: ConfigReader, layers: int) -> None:
+    for key, allowed in ONLY.items():
+        reader.expect(key, (*allowed, None))
+    for key, kind in (("layer_types", "indexed_attention"), ("indexer_types", "full")):
+        if reader.get(key) is not None:
+            reader.layers(key, layers, (kind,))
+    reader.get("index_skip_topk_offset")  # says where skipping begins, which index_topk_freq=1 never does
 
 
-def _check_supported(reader: ConfigReader) -> None:
-    reader.expect("hidden_act", ("silu",), "silu")
-    reader.expect("scoring_func", ("sigmoid",), "sigmoid")
-    reader.expect("topk_method", ("noaux_tc",), "noaux_tc")
-    reader.expect("norm_topk_prob", (True,), True)
-    reader.expect("attention_bias", (False,), False)
-    reader.expect("tie_word_embeddings", (False,), False)
-    reader.expect("moe_layer_freq", (1,), 1)
-    reader.expect("indexer_rope_interleave", (False,), False)
-    reader.expect("index_topk_freq", (1,), 1)
+def _read_moe_layers(reader: ConfigReader, layers: int) -> tuple[bool, ...]:
+    """Which layers have experts: all behind the first few, or as a list says."""
+    if reader.get("mlp_layer_types") is None or reader.get("first_k_dense_replace") is not None:
+        dense = min(reader.integer("first_k_dense_replace", low=0), layers)
+        kinds = [MLP_KINDS[layer >= dense] for layer in range(layers)]
+        reader.adopt("mlp_layer_types", kinds, reader.place("first_k_dense_replace"))
+    return reader.layers("mlp_layer_types", layers, MLP_KINDS)
 
 
 def read_deepseek_v32(raw: dict[str, Any]) -> DeepseekV32Config:
-    """Read config.json. Raises ConfigError naming the key."""
+    """Read config.json of either generation. Raises ConfigError naming the key."""
     reader = ConfigReader(raw, "config.json")
-    _check_supported(reader)
+    layers, heads = reader.integer("num_hidden_layers"), reader.integer("num_attention_heads")
+    max_position = reader.integer("max_position_embeddings")
+    _check_supported(reader, layers)
+    for name in ("num_experts", "num_local_experts"):
+        reader.also("n_routed_experts", reader, name)
     experts, groups = reader.integer("n_routed_experts"), reader.integer("n_group")
     reader.multiple("n_routed_experts", experts, "n_group", groups)
     kept, top_k = reader.integer("topk_group"), reader.integer("num_experts_per_tok")
@@ -114,25 +126,26 @@ def read_deepseek_v32(raw: dict[str, Any]) -> DeepseekV32Config:
     kv_rank, rope_dim, index_dim = (reader.integer(k) for k in ("kv_lora_rank", "qk_rope_head_dim", "index_head_dim"))
     reader.multiple("qk_rope_head_dim", rope_dim, "2 halves", 2)
     reader.expect("qk_rope_head_dim", tuple(range(2, index_dim + 1, 2)))
-    theta = (reader.raw.get("rope_parameters") or {}).get("rope_theta")
-    return DeepseekV32Config(
+    nope_dim = reader.integer("qk_nope_head_dim")
+    reader.agree("qk_head_dim", nope_dim + rope_dim, f"{reader.where}: qk_nope_head_dim + qk_rope_head_dim")
+    reader.agree("num_key_value_heads", heads, f"{reader.where}: num_attention_heads")
+    config = DeepseekV32Config(
         hidden_size=reader.integer("hidden_size"),
         vocab_size=reader.integer("vocab_size"),
-        num_layers=reader.integer("num_hidden_layers"),
-        max_position_embeddings=reader.integer("max_position_embeddings"),
-        heads=reader.integer("num_attention_heads"),
+        num_layers=layers,
+        max_position_embeddings=max_position,
+        heads=heads,
         q_rank=reader.integer("q_lora_rank"),
         kv_rank=kv_rank,
-        nope_dim=reader.integer("qk_nope_head_dim"),
+        nope_dim=nope_dim,
         rope_dim=rope_dim,
         value_dim=reader.integer("v_head_dim"),
-        rope_theta=reader.number("rope_theta", default=theta),
-        yarn=_read_yarn(reader),
+        rotary=read_rotary(reader, max_position),
         eps=reader.number("rms_norm_eps"),
         index_heads=reader.integer("index_n_heads"),
         index_dim=index_dim,
         sparse=SparseSettings(unit=1, budget=reader.integer("index_topk"), value_width=kv_rank),
-        dense_layers=reader.integer("first_k_dense_replace", low=0),
+        moe_layers=_read_moe_layers(reader, layers),
         dense_intermediate=reader.integer("intermediate_size"),
         expert_intermediate=reader.integer("moe_intermediate_size"),
         experts=experts,
@@ -143,6 +156,8 @@ def read_deepseek_v32(raw: dict[str, Any]) -> DeepseekV32Config:
         routed_scaling=reader.number("routed_scaling_factor"),
         declared_mtp_modules=reader.integer("num_nextn_predict_layers", low=0, default=0),
     )
+    reader.finish()
+    return config
 
 
 class Rotaries(NamedTuple):
@@ -168,7 +183,7 @@ class LightningIndexer(OpsModule):
     ) -> IndexQuery:
         """x [T, H], projected_q [T, HI * DI], projected_k [T, DI] -> the rows' queries; their keys are cached."""
         q = projected_q.view(x.shape[0], -1, self.config.index_dim)
-        norm = KeyNorm(self.key_weight, self.key_bias, INDEX_NORM_EPS)
+        norm = KeyNorm(self.key_weight, self.key_bias, INNER_NORM_EPS)
         return attend.index_rows(q, projected_k, self.head_weights(x), self.weight_scale, norm, rotary)
 
 
@@ -181,8 +196,8 @@ class Attention(OpsModule):
         heads, q_dim = config.heads, config.nope_dim + config.rope_dim
         self.in_widths = [config.q_rank, config.kv_rank, config.rope_dim, config.index_dim]
         self.in_proj = Linear(config.hidden_size, sum(self.in_widths), dtype, exact)
-        self.q_norm = RMSNorm(config.q_rank, config.eps)
-        self.kv_norm = RMSNorm(config.kv_rank, config.eps)
+        self.q_norm = RMSNorm(config.q_rank, INNER_NORM_EPS)
+        self.kv_norm = RMSNorm(config.kv_rank, INNER_NORM_EPS)
         self.q_widths = [heads * q_dim, config.index_heads * config.index_dim]
         self.q_up = Linear(config.q_rank, sum(self.q_widths), dtype, exact)
         self.kv_up = empty_parameter(heads, config.nope_dim + config.value_dim, config.kv_rank, dtype=dtype)
@@ -256,7 +271,7 @@ class DecoderLayer(nn.Module):
         self.attention = Attention(config, layer, dtype, exact)
         self.ffn_norm = RMSNorm(hidden, config.eps)
         self.ffn: GatedMLP | MixtureOfExperts
-        if layer < config.dense_layers:
+        if not config.moe_layers[layer]:
             self.ffn = GatedMLP(hidden, config.dense_intermediate, SILU, dtype, exact)
         else:
             router = Router(
@@ -314,7 +329,7 @@ class DeepseekV32(CausalLM):
         self.layers = cast("list[DecoderLayer]", layers)
         self.norm = RMSNorm(config.hidden_size, config.eps)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype, exact)
-        table = rotary_table(config.rope_dim, config.rope_theta, max_position, config.yarn)
+        table = rotary_table(config.rope_dim, config.rotary.theta, max_position, config.rotary.yarn)
         self.mla_rotary = RotaryTable(table, config.rope_dim, pairs=True)
         self.index_rotary = RotaryTable(table, config.index_dim, pairs=False)
 
@@ -356,8 +371,9 @@ class DeepseekV32(CausalLM):
         return slots
 
     def ignored_weight(self, name: str) -> str | None:
-        """Layers from `num_layers` on are draft modules, loaded by their proposers."""
+        """Layers behind the last one are draft modules, loaded by their proposers."""
         parts = name.split(".")
-        if name.startswith("model.layers.") and parts[2].isdigit() and int(parts[2]) >= self.config.num_layers:
-            return "MTP module"
-        return None
+        if not name.startswith("model.layers.") or not parts[2].isdigit():
+            return None
+        behind = int(parts[2]) - self.config.num_layers
+        return MTP_MODULE if 0 <= behind < max(self.config.declared_mtp_modules, 1) else None

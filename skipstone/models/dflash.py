@@ -51,8 +51,6 @@ def read_dflash(raw: dict[str, Any], target: ModelConfig, where: str) -> DflashC
     reader.expect("num_target_layers", (target.num_layers, None))
     for key in ("is_causal", "causal", "attention_sink_bias"):
         reader.expect(key, (False, None))
-    num_layers = reader.integer("num_hidden_layers")
-    reader.expect("layer_types", (["full_attention"] * num_layers, None))
     mask = options.integer("mask_token_id", low=0)
     if mask >= target.vocab_size:
         raise ConfigError(
@@ -62,7 +60,7 @@ def read_dflash(raw: dict[str, Any], target: ModelConfig, where: str) -> DflashC
     outputs = read_layer_ids(options, OPTIONS[1], options.raw.get(OPTIONS[1]), 0, target.num_layers - 1)
     return DflashConfig(
         layer=read_draft_layer(reader),
-        num_layers=num_layers,
+        num_layers=reader.integer("num_hidden_layers"),
         block_size=reader.integer("block_size", low=2),
         mask_token_id=mask,
         taps=tuple(layer + 1 for layer in outputs),
@@ -130,7 +128,8 @@ class Dflash(BlockDraftHead):
         self.norm = RMSNorm(hidden, config.layer.eps)
         self.embed, self.target_logits = target.embed, target.logits
         self.max_position = min(config.layer.max_position, max_position)
-        table = rotary_table(config.layer.head_dim, config.layer.rope_theta, self.max_position)
+        rotary = config.layer.rotary
+        table = rotary_table(config.layer.head_dim, rotary.theta, self.max_position, rotary.yarn)
         self.rotary = RotaryTable(table, config.layer.head_dim, pairs=False)
 
     def cache_specs(self) -> list[CacheSpec]:

@@ -7,7 +7,9 @@ from typing import Any
 
 from skipstone.core.kv_cache import CacheSpec, CacheTensorSpec
 from skipstone.errors import ConfigError
+from skipstone.layers.rotary import RotarySettings
 from skipstone.models.base import ConfigReader, ModelConfig
+from skipstone.models.rotary_keys import read_rotary
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,7 @@ class DraftLayerConfig:
     kv_heads: int
     head_dim: int
     eps: float
-    rope_theta: float
+    rotary: RotarySettings
     max_position: int
 
     @property
@@ -39,15 +41,12 @@ def read_draft_layer(reader: ConfigReader) -> DraftLayerConfig:
     reader.expect("hidden_act", ("silu",), "silu")
     reader.expect("attention_bias", (False,), False)
     reader.expect("mlp_bias", (False,), False)
-    reader.expect("rope_scaling", (None,))
     reader.expect("use_sliding_window", (False, None))
     if "use_sliding_window" not in reader.raw:
         reader.expect("sliding_window", (None,))
-    rope: dict[str, Any] = {}
-    if reader.raw.get("rope_parameters") is not None:
-        parameters = reader.section("rope_parameters")
-        parameters.expect("rope_type", ("default",), "default")
-        rope = parameters.raw
+    layers, max_position = reader.integer("num_hidden_layers"), reader.integer("max_position_embeddings")
+    if reader.get("layer_types") is not None:
+        reader.layers("layer_types", layers, ("full_attention",))
     hidden, heads = reader.integer("hidden_size"), reader.integer("num_attention_heads")
     kv_heads = reader.integer("num_key_value_heads", default=heads)
     reader.multiple("num_attention_heads", heads, "num_key_value_heads", kv_heads)
@@ -55,16 +54,19 @@ def read_draft_layer(reader: ConfigReader) -> DraftLayerConfig:
         reader.multiple("hidden_size", hidden, "num_attention_heads", heads)
     head_dim = reader.integer("head_dim") if reader.raw.get("head_dim") is not None else hidden // heads
     reader.multiple("head_dim", head_dim, "2 halves", 2)
-    return DraftLayerConfig(
+    reader.agree("rotary_dim", head_dim, f"{reader.where}: head_dim")
+    config = DraftLayerConfig(
         hidden_size=hidden,
         intermediate=reader.integer("intermediate_size"),
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
         eps=reader.number("rms_norm_eps"),
-        rope_theta=reader.number("rope_theta", default=rope.get("rope_theta", 10000.0)),
-        max_position=reader.integer("max_position_embeddings"),
+        rotary=read_rotary(reader, max_position),
+        max_position=max_position,
     )
+    reader.finish()
+    return config
 
 
 def check_vocabulary(reader: ConfigReader, target: ModelConfig) -> None:

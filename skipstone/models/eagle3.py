@@ -7,6 +7,7 @@ norm. Two layouts are read: the hub's (`LlamaForCausalLMEagle3`) and that of the
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +50,7 @@ class Eagle3Config:
     draft_vocab: int
     norm_before_residual: bool
     norm_output: bool
+    usual_taps: bool  # config.json names none
 
 
 def read_eagle3(raw: dict[str, Any], target: ModelConfig, where: str) -> Eagle3Config:
@@ -74,6 +76,7 @@ def read_eagle3(raw: dict[str, Any], target: ModelConfig, where: str) -> Eagle3C
         draft_vocab=draft_vocab,
         norm_before_residual=bool(options.expect("norm_before_residual", (True, False), False)),
         norm_output=bool(options.expect("norm_output", (True, False), False)),
+        usual_taps=not options.raw.get(TAP_KEY),
     )
 
 
@@ -167,11 +170,13 @@ class Eagle3(DraftHead):
     """The head. What its files leave out, embedding or vocabulary product, is the target's."""
 
     def __init__(
-        self, config: Eagle3Config, target: CausalLM, names: list[str], dtype: torch.dtype, max_position: int
+        self, config: Eagle3Config, target: CausalLM, names: Collection[str], dtype: torch.dtype, max_position: int
     ) -> None:
         """`names`: the tensors in its files. Raises CheckpointError when the target's cannot replace a missing one."""
         super().__init__()
         self.config, self.taps = config, config.taps
+        if config.usual_taps:
+            self.remarks = (f"config.json names no {TAP_KEY}: the usual 2, n/2 and n-3",)
         hidden, target_hidden, vocab = config.layer.hidden_size, target.config.hidden_size, target.config.vocab_size
         _check_stored(config, names, target_hidden, vocab)
         self.layer_name = next((name for name in LAYER_NAMES if any(n.startswith(name) for n in names)), LAYER_NAMES[0])
@@ -186,7 +191,8 @@ class Eagle3(DraftHead):
         self.vocabulary = DraftVocabulary(config.draft_vocab, vocab) if "d2t" in names else None
         self.has_mask = self.vocabulary is not None and "t2d" in names
         self.max_position = min(config.layer.max_position, max_position)
-        table = rotary_table(config.layer.head_dim, config.layer.rope_theta, self.max_position)
+        rotary = config.layer.rotary
+        table = rotary_table(config.layer.head_dim, rotary.theta, self.max_position, rotary.yarn)
         self.rotary = RotaryTable(table, config.layer.head_dim, pairs=False)
 
     def cache_specs(self) -> list[CacheSpec]:
@@ -238,11 +244,11 @@ class Eagle3(DraftHead):
 
     def ignored_weight(self, name: str) -> str | None:
         """What only training needs."""
-        reasons = {"t2d": "the whole vocabulary is drafted", "verifier_norm.weight": "copy of the target's"}
-        return reasons.get(name) or ("copy of the target's" if name.startswith("verifier_") else None)
+        reason = "the whole vocabulary is drafted" if name == "t2d" else None
+        return reason or ("for training" if name.startswith("verifier_") else None)
 
 
-def _check_stored(config: Eagle3Config, names: list[str], target_hidden: int, vocab: int) -> None:
+def _check_stored(config: Eagle3Config, names: Collection[str], target_hidden: int, vocab: int) -> None:
     hidden, draft_vocab = config.layer.hidden_size, config.draft_vocab
     if "embed_tokens.weight" not in names and hidden != target_hidden:
         raise CheckpointError(

@@ -1,13 +1,11 @@
-"""From a checkpoint folder to a model: config, architecture, weights streamed shard by shard.
-
-Each tensor is read once, straight into the view it fills. Every name that is missing, unexpected or of another shape is
-reported in one error.
-"""
+"""From a checkpoint folder to a model: config, architecture, weights streamed shard by shard."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import torch
@@ -15,11 +13,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from skipstone.errors import CheckpointError, ConfigError, UnsupportedError
+from skipstone.kernels.dispatch import free_memory_bytes
 from skipstone.kernels.ops import Ops, use_ops
-from skipstone.models.base import CausalLM, WeightedModel
+from skipstone.models.base import MTP_MODULE, CausalLM, WeightedModel
+from skipstone.models.stored import Match, StoredWeights, match_weights, open_weights
 from skipstone.registry import MODELS
 
-LISTED = 8  # names of one kind that an error lists
+Model = TypeVar("Model", bound=WeightedModel)
 
 
 class ModelInfo(NamedTuple):
@@ -31,6 +31,11 @@ class ModelInfo(NamedTuple):
     model_class: type[CausalLM]
     config: Any
     random_weights: bool = False  # for benchmarks: nothing is read, the text means nothing
+
+    @property
+    def weights(self) -> StoredWeights | None:
+        """Index and headers of its files, read anew; None for random weights. Errors as in `open_weights`."""
+        return None if self.random_weights else open_weights(self.folder, self.raw)
 
 
 def read_model_info(folder: Path) -> ModelInfo:
@@ -76,110 +81,95 @@ def read_json(path: Path, purpose: str) -> dict[str, Any]:
     return value
 
 
-def shard_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder, by its index when it has one. Raises CheckpointError for a missing shard."""
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        weight_map = read_json(index, "it lists the weights").get("weight_map", {})
-        files = [folder / name for name in sorted(set(weight_map.values()))]
-    else:
-        files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise CheckpointError(f"{folder} has no *.safetensors file; download the weights of the model into it")
-    for file in files:
-        if not file.exists():
-            raise CheckpointError(f"{file} is listed in {index.name} but missing; download it again")
-    return files
+class Place(NamedTuple):
+    """Where a model runs, with what, and in which dtype."""
+
+    device: torch.device
+    ops: Ops
+    dtype: torch.dtype
 
 
-def tensor_names(folder: Path) -> list[str]:
-    """Names of all tensors in a folder's shards. Raises CheckpointError."""
-    names: list[str] = []
-    for file in shard_files(folder):
-        try:
-            with safe_open(file, framework="pt") as shard:
-                names += shard.keys()
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{file} cannot be read ({error}); it may be truncated: download it again") from None
-    return names
+class Build(NamedTuple):
+    """How a language model is built. `with_mtp`: the MTP modules in its files will be loaded behind it."""
+
+    exact: bool
+    max_position: int
+    place: Place
+    with_mtp: bool = False
 
 
-def load_weights(model: WeightedModel, folder: Path) -> None:
-    """Fill every parameter of the model from the folder's shards, then derive what depends on them.
+def build_model(info: ModelInfo, build: Build) -> CausalLM:
+    """An initialised model with the folder's weights. Errors as in `load`."""
 
-    Raises CheckpointError with all missing, unexpected and mis-shaped names, or naming a shard that cannot be read.
+    def make() -> CausalLM:
+        return info.model_class(info.config, build.place.dtype, build.exact, build.max_position)
+
+    return load(make, info.weights, build.place, build.with_mtp)
+
+
+def load(make: Callable[[], Model], stored: StoredWeights | None, place: Place, with_mtp: bool = False) -> Model:
+    """What `make` makes, with its weights: a model or a draft head. Random ones without `stored`.
+
+    Names, shapes, dtypes and memory are checked before anything is allocated. Raises UnsupportedError for a format that
+    cannot be read, CheckpointError with all names that do not match, ConfigError for too little memory.
     """
-    slots = model.weight_slots()
-    aliases = {name.removeprefix("language_model."): name for name in slots}
-    filled: set[str] = set()
-    problems: dict[str, list[str]] = {"unexpected": [], "with another shape": []}
-    for file in shard_files(folder):
-        try:
-            with safe_open(file, framework="pt") as shard:
-                for stored in shard.keys():  # noqa: SIM118 (not a dict)
-                    name = stored if stored in slots else aliases.get(stored, stored)
-                    if name in slots:
-                        _fill(slots[name], shard.get_tensor(stored), name, problems)
-                        filled.add(name)
-                    elif model.ignored_weight(stored) is None:
-                        problems["unexpected"].append(stored)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{file} cannot be read ({error}); it may be truncated: download it again") from None
-    problems["missing"] = sorted(slots.keys() - filled)
-    if any(problems.values()):
-        raise CheckpointError(f"{folder} does not match its architecture: " + _listing(problems))
+    with torch.device("meta"):
+        blueprint = make()
+    match = None if stored is None else match_weights(blueprint, stored)
+    if match is not None and match.error is not None:
+        raise match.error
+    more = mtp_bytes(match, place.dtype) if match is not None and with_mtp else 0
+    if refusal := memory_refusal(weight_bytes(blueprint), more, place.dtype, free_memory_bytes(place.device)):
+        raise ConfigError(refusal)
+    with torch.device(place.device):
+        model = make()
+    use_ops(model, place.ops)
+    if match is None:
+        _draw(model)
+    else:
+        _read(model.weight_slots(), match)
     model.after_load()
+    return model
 
 
-def fill_weights(model: WeightedModel, info: ModelInfo) -> None:
-    """Weights from the model's folder, or random ones: gains of 1, and matrices that keep sizes as they are."""
-    if not info.random_weights:
-        load_weights(model, info.folder)
-        return
+def weight_bytes(model: WeightedModel) -> int:
+    """What the weights of a model without memory would take, but for those that it shares with one that has some."""
+    return sum(weight.numel() * weight.element_size() for weight in model.parameters() if weight.is_meta)
+
+
+def mtp_bytes(match: Match, dtype: torch.dtype) -> int:
+    """What the MTP modules beside a matched model take in its dtype, by their headers."""
+    return dtype.itemsize * sum(tensor.numel for reason, tensor in match.ignored if reason == MTP_MODULE)
+
+
+def memory_refusal(needed: int, more: int, dtype: torch.dtype, free: int) -> str | None:
+    """Why weights, and `more` bytes of MTP modules, cannot be loaded in so much free memory; None: they can."""
+    if needed + more <= free:
+        return None
+    modules = f" and those of MTP modules {more:,}" if more else ""
+    hints = ["--spec off leaves the modules out"] if more and needed <= free else []
+    hints += ["--dtype bfloat16 halves them"] if dtype == torch.float32 and (needed + more) // 2 <= free else []
+    name = str(dtype).removeprefix("torch.")
+    way = ", or ".join([*hints, "use a machine with more memory"])
+    return f"the weights take {needed:,} bytes as {name}{modules}, but {free:,} bytes are free here: {way}"
+
+
+def _read(slots: dict[str, Tensor], match: Match) -> None:
+    """Each tensor once, straight into the view that it fills, file by file."""
+    for file, entries in groupby(match.loaded.items(), lambda entry: entry[1].file):
+        path = match.folder / file
+        try:
+            with safe_open(path, framework="pt") as shard:
+                for name, tensor in entries:
+                    slots[name].copy_(shard.get_tensor(tensor.name))
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path} cannot be read ({error}); it may be truncated: download it again") from None
+
+
+def _draw(model: WeightedModel) -> None:
+    """Random weights: gains of 1, and matrices that keep sizes as they are."""
     for view in model.weight_slots().values():
         if view.dim() < 2:
             view.fill_(1.0)
         else:
             view.normal_(std=view.shape[-1] ** -0.5)
-    model.after_load()
-
-
-def _fill(view: Tensor, tensor: Tensor, name: str, problems: dict[str, list[str]]) -> None:
-    if view.shape == tensor.shape:
-        view.copy_(tensor)
-    else:
-        problems["with another shape"].append(f"{name} {list(tensor.shape)}, expected {list(view.shape)}")
-
-
-def _listing(problems: dict[str, list[str]]) -> str:
-    parts = []
-    for kind, names in problems.items():
-        if names:
-            more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-            parts.append(f"{len(names)} tensors {kind}: {', '.join(names[:LISTED])}{more}")
-    return "; ".join(parts)
-
-
-class Build(NamedTuple):
-    """How a model is built, and what it computes with."""
-
-    dtype: torch.dtype
-    exact: bool
-    max_position: int
-    device: torch.device
-    ops: Ops
-
-
-def build_model(info: ModelInfo, build: Build) -> CausalLM:
-    """An initialised model with the folder's weights. Errors as in `load_weights`."""
-    model = empty_model(info, build)
-    fill_weights(model, info)
-    return model
-
-
-def empty_model(info: ModelInfo, build: Build) -> CausalLM:
-    """A model whose weights are not set."""
-    with torch.device(build.device):
-        model = info.model_class(info.config, build.dtype, build.exact, build.max_position)
-    use_ops(model, build.ops)
-    return model

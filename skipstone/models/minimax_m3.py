@@ -20,8 +20,34 @@ from skipstone.kernels.ops import OpsModule
 from skipstone.kernels.reference.pointwise import GatedActivation, Rotary
 from skipstone.layers.feed_forward import GatedMLP, MixtureOfExperts, Router
 from skipstone.layers.linear import Linear, RMSNorm
-from skipstone.layers.rotary import RotaryTable, rotary_table
-from skipstone.models.base import CausalLM, ConfigReader, HiddenStates, Kept, empty_parameter
+from skipstone.layers.rotary import RotarySettings, RotaryTable, rotary_table
+from skipstone.models.base import MTP_MODULE, CausalLM, ConfigReader, HiddenStates, Kept, empty_parameter
+from skipstone.models.rotary_keys import read_rotary
+
+# Variants of the model that are not implemented, by the values that are.
+ONLY: dict[str, tuple[Any, ...]] = {
+    "use_gemma_norm": (True,),
+    "use_qk_norm": (True,),
+    "qk_norm_type": ("per_head",),
+    "attention_output_gate": (False,),
+    "scoring_func": ("sigmoid",),
+    "use_routing_bias": (True,),
+    "hidden_act": ("swigluoai", "silu"),  # transformers 5 saves "silu" and computes the clamped SwiGLU all the same
+    "swiglu_beta": (1.0,),
+    "n_shared_experts": (1,),
+    "tie_word_embeddings": (False,),
+    "use_index_cache": (False,),
+    "index_topk_freq": (1,),
+}
+# Keys of `sparse_attention_config`, and what transformers 5 saves them as.
+SPARSE_NAMES = {
+    "sparse_num_index_heads": "index_n_heads",
+    "sparse_index_dim": "index_head_dim",
+    "sparse_block_size": "index_block_size",
+    "sparse_topk_blocks": "index_topk_blocks",
+    "sparse_local_block": "index_local_blocks",
+}
+ATTENTION_KINDS, MLP_KINDS = ("full_attention", "minimax_m3_sparse"), ("dense", "sparse")
 
 
 @dataclass(frozen=True)
@@ -36,7 +62,7 @@ class MiniMaxM3Config:
     kv_heads: int
     head_dim: int
     rotary_dim: int
-    rope_theta: float
+    rotary: RotarySettings
     eps: float
     sparse_layers: tuple[bool, ...]
     moe_layers: tuple[bool, ...]
@@ -65,79 +91,103 @@ class MiniMaxM3Config:
 def _read_sparse(
     reader: ConfigReader, layers: int, kv_heads: int, head_dim: int
 ) -> tuple[tuple[bool, ...], SparseSettings]:
-    sparse = reader.section("sparse_attention_config")
-    sparse.expect("use_sparse_attention", (True,))
-    sparse.expect("sparse_score_type", ("max",), "max")
-    sparse.expect("sparse_num_index_heads", (kv_heads,))
-    sparse.expect("sparse_index_dim", (head_dim,))
-    sparse_layers = sparse.flags("sparse_attention_freq", layers)
-    no_value = (
-        sparse.flags("sparse_disable_index_value", layers)
-        if "sparse_disable_index_value" in sparse.raw
-        else sparse_layers
-    )
-    if any(is_sparse and not off for is_sparse, off in zip(sparse_layers, no_value, strict=True)):
-        sparse.expect("sparse_disable_index_value", (list(sparse_layers),))
+    name = "sparse_attention_config"
+    old = reader.section(name) if reader.get(name) else ConfigReader({}, f"{reader.where}.{name}")
+    old.expect("use_sparse_attention", (True,), True)
+    old.expect("sparse_score_type", ("max",), "max")
+    for older, key in SPARSE_NAMES.items():
+        reader.also(key, old, older)
+    _adopt_layers(reader, "layer_types", ATTENTION_KINDS, old, "sparse_attention_freq", layers)
+    sparse_layers = reader.layers("layer_types", layers, ATTENTION_KINDS)
+    if old.get("sparse_disable_index_value") is not None:
+        no_value = old.layers("sparse_disable_index_value", layers)
+        if any(is_sparse and not off for is_sparse, off in zip(sparse_layers, no_value, strict=True)):
+            old.agree("sparse_disable_index_value", list(map(int, sparse_layers)), reader.place("layer_types"))
+    for key, width, of in (
+        ("index_n_heads", kv_heads, "num_key_value_heads"),
+        ("index_head_dim", head_dim, "head_dim"),
+    ):
+        reader.integer(key)
+        reader.agree(key, width, f"{reader.where}: {of}")
     settings = SparseSettings(
-        unit=sparse.integer("sparse_block_size"),
-        budget=sparse.integer("sparse_topk_blocks"),
-        init_units=sparse.integer("sparse_init_block", low=0, default=0),
-        local_units=sparse.integer("sparse_local_block", low=0, default=1),
+        unit=reader.integer("index_block_size"),
+        budget=reader.integer("index_topk_blocks"),
+        init_units=old.integer("sparse_init_block", low=0, default=0),
+        local_units=reader.integer("index_local_blocks", low=0, default=1),
         groups=kv_heads,
     )
     if settings.init_units + settings.local_units > settings.budget:
-        sparse.expect("sparse_init_block", tuple(range(settings.budget - settings.local_units + 1)))
+        reader.expect("index_local_blocks", tuple(range(settings.budget + 1)), 1)
+        old.expect("sparse_init_block", tuple(range(settings.budget - settings.local_units + 1)))
+    old.finish(("",))
     return sparse_layers, settings
 
 
+def _adopt_layers(
+    reader: ConfigReader, key: str, kinds: tuple[str, str], old: ConfigReader, name: str, layers: int
+) -> None:
+    """Read the older list of zeros and ones as the newer list of names."""
+    value = None if old.get(name) is None else [kinds[flag] for flag in old.layers(name, layers)]
+    reader.adopt(key, value, old.place(name))
+
+
 def read_minimax_m3(raw: dict[str, Any]) -> MiniMaxM3Config:
-    """Read config.json, nested under `text_config` or flat. Raises ConfigError naming the key."""
-    nested = "text_config" in raw
-    reader = ConfigReader(raw, "config.json").section("text_config") if nested else ConfigReader(raw, "config.json")
+    """Read config.json, nested under `text_config` or flat, of either generation. Raises ConfigError naming the key."""
+    outer = ConfigReader(raw, "config.json")
+    if "text_config" not in raw:
+        return _read_text(outer)
+    reader = outer.section("text_config")
+    config = _read_text(reader)
+    for key in reader.read & raw.keys():
+        if outer.get(key) is not False:  # outside, it says nothing where the language model is silent
+            outer.agree(key, reader.raw.get(key), reader.place(key))
+    outer.finish()
+    return config
+
+
+def _read_text(reader: ConfigReader) -> MiniMaxM3Config:
     layers = reader.integer("num_hidden_layers")
     heads, kv_heads = reader.integer("num_attention_heads"), reader.integer("num_key_value_heads")
     reader.multiple("num_attention_heads", heads, "num_key_value_heads", kv_heads)
-    head_dim = reader.integer("head_dim")
-    rotary_dim = reader.integer("rotary_dim")
-    reader.multiple("rotary_dim", rotary_dim, "2 halves", 2)
+    head_dim, max_position = reader.integer("head_dim"), reader.integer("max_position_embeddings")
+    rotary = read_rotary(reader, max_position, theta=5e6, partial=True)
+    rotary_dim = int(head_dim * rotary.partial)
+    reader.adopt("rotary_dim", rotary_dim, f"{reader.where}: head_dim x partial_rotary_factor")
     reader.expect("rotary_dim", tuple(range(2, head_dim + 1, 2)))
-    reader.expect("use_gemma_norm", (True,), True)
-    reader.expect("qk_norm_type", ("per_head",), "per_head")
-    reader.expect("attention_output_gate", (False,), False)
-    reader.expect("scoring_func", ("sigmoid",), "sigmoid")
-    reader.expect("hidden_act", ("swigluoai",), "swigluoai")
-    reader.expect("tie_word_embeddings", (False,), False)
-    reader.expect("rope_scaling", (None,))
+    for key, allowed in ONLY.items():
+        reader.expect(key, (*allowed, None))
     sparse_layers, sparse = _read_sparse(reader, layers, kv_heads, head_dim)
+    _adopt_layers(reader, "mlp_layer_types", MLP_KINDS, reader, "moe_layer_freq", layers)
+    reader.also("num_local_experts", reader, "num_experts")
     experts = reader.integer("num_local_experts")
     top_k = reader.integer("num_experts_per_tok")
     reader.expect("num_experts_per_tok", tuple(range(1, experts + 1)))
-    expert_intermediate = reader.integer("intermediate_size")
-    shared = reader.integer("n_shared_experts", low=0, default=1)
-    return MiniMaxM3Config(
+    config = MiniMaxM3Config(
         hidden_size=reader.integer("hidden_size"),
         vocab_size=reader.integer("vocab_size"),
         num_layers=layers,
-        max_position_embeddings=reader.integer("max_position_embeddings"),
+        max_position_embeddings=max_position,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
         rotary_dim=rotary_dim,
-        rope_theta=reader.number("rope_theta"),
+        rotary=rotary,
         eps=reader.number("rms_norm_eps"),
         sparse_layers=sparse_layers,
-        moe_layers=reader.flags("moe_layer_freq", layers),
+        moe_layers=reader.layers("mlp_layer_types", layers, MLP_KINDS),
         sparse=sparse,
         dense_intermediate=reader.integer("dense_intermediate_size"),
-        expert_intermediate=expert_intermediate,
-        shared_intermediate=reader.integer("shared_intermediate_size", default=expert_intermediate) if shared else 0,
+        expert_intermediate=reader.integer("intermediate_size"),
+        shared_intermediate=reader.integer("shared_intermediate_size"),
         experts=experts,
         experts_per_token=top_k,
-        routed_scaling=reader.number("routed_scaling_factor", default=1.0),
+        routed_scaling=reader.number("routed_scaling_factor"),
         swiglu_alpha=reader.number("swiglu_alpha", default=1.702),
         swiglu_limit=reader.number("swiglu_limit", default=7.0),
         declared_mtp_modules=reader.integer("num_mtp_modules", low=0, default=0),
     )
+    reader.finish()
+    return config
 
 
 class HeadNorm(OpsModule):
@@ -268,7 +318,7 @@ class MiniMaxM3(CausalLM):
         self.layers = cast("list[DecoderLayer]", layers)
         self.norm = RMSNorm(config.hidden_size, config.eps, offset=1.0)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype, exact)
-        table = rotary_table(config.rotary_dim, config.rope_theta, max_position)
+        table = rotary_table(config.rotary_dim, config.rotary.theta, max_position, config.rotary.yarn)
         self.rotary = RotaryTable(table, config.head_dim, pairs=False)
 
     def cache_specs(self) -> list[CacheSpec]:
@@ -311,6 +361,6 @@ class MiniMaxM3(CausalLM):
     def ignored_weight(self, name: str) -> str | None:
         """Draft modules are loaded by their proposers; the vision tower is not served."""
         if ".mtp." in name:
-            return "MTP module"
+            return MTP_MODULE
         parts = ("vision_tower.", "multi_modal_projector.", "patch_merge_mlp.")
         return "vision tower" if any(part in name for part in parts) else None

@@ -7,6 +7,7 @@ output after final_layernorm, which the released weights leave open and acceptan
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import cast
 
@@ -49,7 +50,10 @@ class MtpModule(nn.Module):
 class MiniMaxM3Mtp(DraftHead):
     """All MTP modules of a checkpoint; embedding and vocabulary product are the target's."""
 
-    def __init__(self, target: MiniMaxM3, num_modules: int, dtype: torch.dtype, exact: bool) -> None:
+    def __init__(
+        self, target: MiniMaxM3, num_modules: int, dtype: torch.dtype, exact: bool, names: Iterable[str] = ()
+    ) -> None:
+        """`names`: the tensors in its files, of which a copy of the target's weights would be refused by its name."""
         super().__init__()
         self.num_modules = num_modules
         every = (True,) * num_modules  # draft layers are sparse and have experts, whatever the target's are
@@ -106,7 +110,7 @@ class MiniMaxM3Mtp(DraftHead):
         return None if ".mtp." in name else "target"
 
     @staticmethod
-    def count_modules(names: list[str], num_layers: int) -> int:
+    def count_modules(names: Iterable[str], num_layers: int) -> int:
         """How many modules the checkpoint's tensors hold; config.json may declare others."""
         count = 0
         while any(name.endswith(f"mtp.layers.{count}.eh_proj.weight") for name in names):

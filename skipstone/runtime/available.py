@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from skipstone.models.loader import ModelInfo, tensor_names
+from skipstone.models.loader import ModelInfo
 from skipstone.models.locate import heads_beside
+from skipstone.models.stored import StoredWeights
 from skipstone.registry import DRAFT_HEADS, PROPOSERS
 
 
@@ -18,20 +19,19 @@ class Candidate(NamedTuple):
     reason: str
 
 
-def count_mtp_modules(info: ModelInfo) -> int:
+def count_mtp_modules(info: ModelInfo, weights: StoredWeights | None) -> int:
     """MTP modules that the model's files hold."""
     if info.architecture not in DRAFT_HEADS.entries:
         return 0
-    if info.random_weights:
+    if weights is None:
         return int(info.config.declared_mtp_modules)
-    head = DRAFT_HEADS.load(info.architecture)
-    count: int = head.count_modules(tensor_names(info.folder), info.config.num_layers)
+    count: int = DRAFT_HEADS.load(info.architecture).count_modules(weights.tensors, info.config.num_layers)
     return count
 
 
 def candidates(info: ModelInfo) -> list[Candidate]:
     """Every proposer in the registry, in its order, and whether this model has what it needs."""
-    modules, beside = count_mtp_modules(info), heads_beside(info.folder)
+    modules, beside = count_mtp_modules(info, info.weights), heads_beside(info.folder)
     found = []
     for method in PROPOSERS.entries:
         if method == "mtp":

@@ -16,9 +16,10 @@ from skipstone.errors import ConfigError, RequestError
 from skipstone.kernels.compilations import num_compilations, watch_compilations
 from skipstone.kernels.dispatch import choose_device, choose_dtype, choose_ops
 from skipstone.models.base import CausalLM, ModelConfig
-from skipstone.models.loader import Build, ModelInfo, build_model, with_index_keys
+from skipstone.models.loader import Build, ModelInfo, Place, build_model, with_index_keys
 from skipstone.runtime.block_pool import BlockPool
 from skipstone.runtime.dry_run import LargestStep, measure_room
+from skipstone.runtime.k_table import asked_spec
 from skipstone.runtime.masks import make_masks
 from skipstone.runtime.memory import CachePlan, Room, check_fits, choose_block_size, plan_caches
 from skipstone.runtime.runner import ModelRunner, StepHandle
@@ -54,12 +55,11 @@ class Engine:
         info = with_index_keys(info, config.index_keys)
         positions = info.config.max_position_embeddings
         longest = min(config.max_model_len or positions, positions)
-        self.model: CausalLM = build_model(
-            info, Build(self.dtype, config.exact, longest, self.device, self.kernels.ops)
-        )
-        self.speculation = make_speculation(
-            config, Surroundings(info, self.model, self.dtype, longest, self.device, self.kernels.ops)
-        )
+        place = Place(self.device, self.kernels.ops, self.dtype)
+        spec, _ = asked_spec(config)
+        with_mtp = spec.method in ("auto", "mtp") and spec.k != 0
+        self.model: CausalLM = build_model(info, Build(config.exact, longest, place, with_mtp))
+        self.speculation = make_speculation(config, Surroundings(info, self.model, longest, place))
         proposer = self.speculation.proposer
         specs = self.model.cache_specs() + (proposer.cache_specs() if proposer else [])
         draft_unit = proposer.needs.block_unit if proposer else 1

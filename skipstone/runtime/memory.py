@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -13,6 +12,7 @@ from skipstone.config import EngineConfig
 from skipstone.core.batch import FIRST_BLOCK
 from skipstone.core.kv_cache import CacheSpec
 from skipstone.errors import ConfigError
+from skipstone.kernels.dispatch import free_memory_bytes
 from skipstone.models.base import ModelConfig
 
 DEFAULT_SHARE = 0.25  # of the free memory for the caches, when nothing else is asked
@@ -20,7 +20,6 @@ GPU_SHARE = 0.9  # of what is free on a GPU, which serves nothing else
 # No more full-length sequences than this when nothing else is asked; on a GPU than run at once, if that is more.
 DEFAULT_SEQUENCES = 16
 SMALLEST_BLOCK = 32
-CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -32,19 +31,6 @@ class CachePlan:
     max_model_len: int
     bytes_per_token: int
     reason: str
-
-
-def free_memory_bytes(device: torch.device = CPU) -> int:
-    """A GPU's free memory, or what can be taken without swapping: from /proc/meminfo, 4 GiB where there is none."""
-    if device.type != "cpu":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return 4 << 30
 
 
 def choose_block_size(config: EngineConfig, model: ModelConfig, draft_unit: int = 1) -> int:

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from skipstone.errors import CheckpointError, ConfigError
-from skipstone.models.base import WeightedModel
-from skipstone.models.dflash import Dflash, read_dflash
-from skipstone.models.eagle3 import Eagle3, read_eagle3
-from skipstone.models.loader import (
-    Build,
-    ModelInfo,
-    build_model,
-    load_weights,
-    read_json,
-    read_model_info,
-    tensor_names,
-)
+from skipstone.models.base import CausalLM
+from skipstone.models.dflash import Dflash, DflashConfig, read_dflash
+from skipstone.models.eagle3 import Eagle3, Eagle3Config, read_eagle3
+from skipstone.models.loader import Build, ModelInfo, build_model, load, read_json, read_model_info
 from skipstone.models.locate import head_folder
+from skipstone.models.stored import StoredWeights, open_weights
 from skipstone.registry import MODELS
 from skipstone.runtime.speculation import Surroundings
 from skipstone.spec.dflash import DflashProposer
@@ -29,83 +26,96 @@ from skipstone.spec_config import SpecConfig
 
 
 class HeadFolder(NamedTuple):
-    """A folder and its config.json, `where` for messages."""
+    """A draft head's folder, its config.json checked against its target; `where` for messages."""
 
     folder: Path
     raw: dict[str, Any]
     where: str
+    config: Eagle3Config | DflashConfig
+    weights: StoredWeights
+
+    def make(self, target: CausalLM, dtype: torch.dtype, max_position: int) -> Eagle3 | Dflash:
+        """The head without its weights. Raises CheckpointError when the target's cannot replace missing ones."""
+        if isinstance(self.config, DflashConfig):
+            return Dflash(self.config, target, dtype, max_position)
+        return Eagle3(self.config, target, self.weights.tensors, dtype, max_position)
+
+
+def head_method(raw: dict[str, Any]) -> str | None:
+    """The method that the config.json of a draft head or a draft model is for."""
+    names = raw.get("architectures")
+    found = raw.get("speculators_model_type") or (names[0] if isinstance(names, list) and names else None)
+    methods = {"LlamaForCausalLMEagle3": "eagle3", "eagle3": "eagle3", "DFlashDraftModel": "dflash"}
+    return (methods | dict.fromkeys(MODELS.entries, "draft")).get(str(found))
+
+
+def open_head(method: str, folder: Path, target: ModelInfo) -> HeadFolder:
+    """Read config.json and headers of an EAGLE-3 or DFlash head. Raises ConfigError or CheckpointError."""
+    raw = read_json(folder / "config.json", "a draft head's folder needs the config.json of its release")
+    where, found = f"{folder.name}/config.json", head_method(raw)
+    if found != method:
+        key = "speculators_model_type" if raw.get("speculators_model_type") is not None else "architectures"
+        hint = (
+            "it must be ['LlamaForCausalLMEagle3'] or speculators' eagle3 for eagle3, ['DFlashDraftModel'] for dflash"
+        )
+        hint = f"use {found}:FOLDER:K for it" if found else hint
+        raise ConfigError(f"{where}: {key}={raw.get(key)!r} does not fit spec={method}; {hint}")
+    read = read_dflash if method == "dflash" else read_eagle3
+    return HeadFolder(folder, raw, where, read(raw, target.config, where), open_weights(folder, raw))
+
+
+def open_draft(folder: Path, target: ModelInfo) -> ModelInfo:
+    """Read a draft model's config.json. Raises ConfigError unless it has the target's tokens, CheckpointError."""
+    try:
+        info = read_model_info(folder)
+    except CheckpointError as error:
+        raise CheckpointError(f"spec=draft: {error}") from None
+    _compare_vocabularies(info, target)
+    return info
 
 
 def make_eagle3(spec: SpecConfig, around: Surroundings) -> Proposer:
     """An EAGLE-3 head, in the hub's layout or that of the speculators library."""
-    head = _open(spec, around.info, "LlamaForCausalLMEagle3", "eagle3")
-    config = read_eagle3(head.raw, around.info.config, head.where)
-    names = tensor_names(head.folder)
-    try:
-        model = around.place(lambda: Eagle3(config, around.target, names, around.dtype, around.max_position))
-    except CheckpointError as error:
-        raise CheckpointError(f"{head.folder}: {error}") from None
-    _fill(model, head.folder)
+    return _make_head("eagle3", spec, around)
+
+
+def make_dflash(spec: SpecConfig, around: Surroundings) -> Proposer:
+    """A DFlash head."""
+    return _make_head("dflash", spec, around)
+
+
+def propose_with(head: HeadFolder, model: Eagle3 | Dflash) -> HiddenStateProposer | DflashProposer:
+    """The proposer of a head. Raises ConfigError for a number of drafts in its config.json that makes no sense."""
+    if isinstance(model, Dflash):
+        return DflashProposer(model)
     proposer = HiddenStateProposer("eagle3", model)
     proposer.needs = proposer.needs._replace(default_k=_declared_k(head))
     return proposer
 
 
-def make_dflash(spec: SpecConfig, around: Surroundings) -> Proposer:
-    """A DFlash head."""
-    head = _open(spec, around.info, "DFlashDraftModel", "dflash")
-    config = read_dflash(head.raw, around.info.config, head.where)
-    model = around.place(lambda: Dflash(config, around.target, around.dtype, around.max_position))
-    _fill(model, head.folder)
-    return DflashProposer(model)
-
-
 def make_draft(spec: SpecConfig, around: Surroundings) -> Proposer:
     """Any language model of the registry that has the target's vocabulary."""
-    folder = head_folder("draft", spec.folder, around.info.folder)
-    try:
-        info = read_model_info(folder)
-    except CheckpointError as error:
-        raise CheckpointError(f"spec=draft: {error}") from None
-    _compare_vocabularies(info, around.info)
+    info = open_draft(head_folder("draft", spec.folder, around.info.folder), around.info)
     longest = min(info.config.max_position_embeddings, around.max_position)
-    build = Build(around.dtype, False, longest, around.device, around.ops)
-    return DraftModelProposer(build_model(info, build), longest)
+    return DraftModelProposer(build_model(info, Build(False, longest, around.place)), longest)
 
 
-def _open(spec: SpecConfig, info: ModelInfo, architecture: str, method: str) -> HeadFolder:
-    """The head's folder. Raises ConfigError when it is not named, does not exist or holds something else."""
-    folder = head_folder(method, spec.folder, info.folder)
-    raw = read_json(folder / "config.json", "a draft head's folder needs the config.json of its release")
-    where = f"{folder.name}/config.json"
-    kind = raw.get("speculators_model_type")
-    if kind is not None and not (kind == method == "eagle3"):
-        raise ConfigError(f"{where}: speculators_model_type={kind!r} does not fit spec={method}; " + _hint(kind))
-    names = raw.get("architectures")
-    if kind is None and names != [architecture]:
-        found = names[0] if isinstance(names, list) and names else None
-        raise ConfigError(f"{where}: architectures={names!r} does not fit spec={method}; " + _hint(found))
-    return HeadFolder(folder, raw, where)
+def _make_head(method: str, spec: SpecConfig, around: Surroundings) -> Proposer:
+    head = open_head(method, head_folder(method, spec.folder, around.info.folder), around.info)
+    given = (around.target, around.place.dtype, around.max_position)
+    with naming(head.folder):
+        return propose_with(head, load(lambda: head.make(*given), head.weights, around.place))
 
 
-def _hint(found: object) -> str:
-    """What the folder can be used for."""
-    methods = {"LlamaForCausalLMEagle3": "eagle3", "eagle3": "eagle3", "DFlashDraftModel": "dflash"}
-    methods |= dict.fromkeys(MODELS.entries, "draft")
-    method = methods.get(str(found))
-    if method:
-        return f"use {method}:FOLDER:K for it"
-    return "it must be ['LlamaForCausalLMEagle3'] or speculators' eagle3 for eagle3, ['DFlashDraftModel'] for dflash"
-
-
-def _fill(model: WeightedModel, folder: Path) -> None:
+@contextmanager
+def naming(folder: Path) -> Iterator[None]:
+    """What is wrong with the files of a head, with its folder."""
     try:
-        load_weights(model, folder)
+        yield
     except CheckpointError as error:
         text = str(error)
-        raise CheckpointError(
-            f"{text if str(folder) in text else f'{folder}: {text}'}; is this a complete head for this model?"
-        ) from None
+        where = "" if str(folder) in text else f"{folder}: "
+        raise CheckpointError(f"{where}{text}; is this a complete head for this model?") from None
 
 
 def _declared_k(head: HeadFolder) -> int | None:

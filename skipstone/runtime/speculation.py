@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
-
-import torch
+from typing import Any, NamedTuple
 
 from skipstone.config import EngineConfig
 from skipstone.errors import ConfigError, UnsupportedError
-from skipstone.kernels.ops import Ops, use_ops
-from skipstone.models.base import CausalLM, DraftHead, WeightedModel
-from skipstone.models.loader import ModelInfo, fill_weights
+from skipstone.models.base import CausalLM, DraftHead
+from skipstone.models.loader import ModelInfo, Place, load
 from skipstone.registry import DRAFT_HEADS, PROPOSERS
 from skipstone.runtime.available import count_mtp_modules
 from skipstone.runtime.k_table import KTable, asked_spec
@@ -24,9 +20,6 @@ from skipstone.spec.verify import Verifier
 from skipstone.spec_config import SpecConfig
 
 DEFAULT_K = {"mtp": 3, "eagle3": 3, "ngram": 4, "draft": 4}
-
-
-Head = TypeVar("Head", bound=WeightedModel)
 
 
 class Speculation(NamedTuple):
@@ -61,17 +54,8 @@ class Surroundings(NamedTuple):
 
     info: ModelInfo
     target: CausalLM
-    dtype: torch.dtype
     max_position: int
-    device: torch.device
-    ops: Ops
-
-    def place(self, make: Callable[[], Head]) -> Head:
-        """A draft head on the target's device, with its ops."""
-        with torch.device(self.device):
-            head = make()
-        use_ops(head, self.ops)
-        return head
+    place: Place
 
 
 def make_speculation(config: EngineConfig, around: Surroundings) -> Speculation:
@@ -114,7 +98,7 @@ def make_speculation(config: EngineConfig, around: Surroundings) -> Speculation:
 
 def _choose(info: ModelInfo) -> tuple[Any, str]:
     """MTP modules when the files hold any; config.json may declare modules that were never released."""
-    found = count_mtp_modules(info)
+    found = count_mtp_modules(info, info.weights)
     if found:
         return "mtp", f"auto: the files hold {found} MTP module{'s' if found > 1 else ''}"
     declared = info.config.declared_mtp_modules
@@ -136,15 +120,16 @@ def make_mtp(spec: SpecConfig, around: Surroundings) -> Proposer:
     info = around.info
     if info.architecture not in DRAFT_HEADS.entries:
         raise ConfigError(f"spec=mtp: {info.architecture} has no MTP modules; use ngram, eagle3, dflash or draft")
-    found = count_mtp_modules(info)
+    weights = info.weights
+    found = count_mtp_modules(info, weights)
     if not found:
         raise ConfigError(
             f"spec=mtp: config.json of {info.folder.name} declares {info.config.declared_mtp_modules} MTP modules, but "
             "the files hold no MTP tensors; use another proposer or spec=off"
         )
     make = DRAFT_HEADS.load(info.architecture)
-    head: DraftHead = around.place(lambda: make(around.target, found, around.dtype, False))
-    fill_weights(head, info)
+    names = weights.tensors if weights else ()
+    head: DraftHead = load(lambda: make(around.target, found, around.place.dtype, False, names), weights, around.place)
     return (HiddenStateProposer if found == 1 else SeveralModulesProposer)("mtp", head)
 
 

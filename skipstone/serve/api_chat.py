@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import secrets
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -22,7 +20,6 @@ from skipstone.serve.api_responses import (
     ChatResponse,
     DeltaMessage,
     FunctionCall,
-    FunctionCallDelta,
     TokenLogprob,
     ToolCall,
     ToolCallDelta,
@@ -32,7 +29,7 @@ from skipstone.serve.api_tools import ToolUse
 from skipstone.serve.api_writers import Totals, extras
 from skipstone.serve.generation import Delta, Job, Timing
 from skipstone.serve.service import Service
-from skipstone.serve.tool_readers import Arguments, Begin, Piece, Reader, Text
+from skipstone.serve.tool_readers import Call, Text
 
 
 class Speech:
@@ -41,55 +38,39 @@ class Speech:
     def __init__(self, tools: ToolUse | None) -> None:
         self.num_calls = 0
         self._reader = tools.reader() if tools else None
-        self._most = math.inf if tools is None or tools.several else 1
-        self._dropped = False
+        self._most = None if tools is None or tools.several else 1
 
     def more(self, delta: Delta) -> DeltaMessage:
         """What a delta adds."""
-        if self._reader is None:
-            return DeltaMessage(content=delta.text)
-        content, calls = "", []
-        for piece in self._pieces(self._reader, delta):
-            match piece:
-                case Text(text):
-                    content += text
-                case Begin(name):
-                    function = FunctionCallDelta(name=name, arguments="")
-                    calls.append(
-                        ToolCallDelta(index=self.num_calls - 1, id=_new_id(), type="function", function=function)
-                    )
-                case Arguments(text) if calls:
-                    calls[-1].function.arguments += text
-                case Arguments(text):
-                    calls.append(ToolCallDelta(index=self.num_calls - 1, function=FunctionCallDelta(arguments=text)))
-        return DeltaMessage(content=content if content or not calls else UNSET, tool_calls=calls or UNSET)
+        first = self.num_calls
+        content, calls = self._read(delta)
+        made = [ToolCallDelta(index=first + i, id=_new_id(), function=call) for i, call in enumerate(calls)]
+        return DeltaMessage(content=content if content or not calls else UNSET, tool_calls=made or UNSET)
 
     def all(self, delta: Delta) -> AnswerMessage:
         """A whole answer."""
-        if self._reader is None:
-            return AnswerMessage(content=delta.text)
-        content, calls = "", []
-        for piece in self._pieces(self._reader, delta):
-            match piece:
-                case Text(text):
-                    content += text
-                case Begin(name):
-                    calls.append(ToolCall(id=_new_id(), function=FunctionCall(name=name, arguments="")))
-                case Arguments(text):
-                    calls[-1].function.arguments += text
-        return AnswerMessage(content=content if content or not calls else None, tool_calls=calls or UNSET)
+        content, calls = self._read(delta)
+        made = [ToolCall(id=_new_id(), function=call) for call in calls]
+        return AnswerMessage(content=content if content or not calls else None, tool_calls=made or UNSET)
 
-    def _pieces(self, reader: Reader, delta: Delta) -> Iterator[Piece]:
-        """The pieces of a delta's text; calls beyond the one that was allowed are dropped."""
-        pieces = reader.feed(delta.text)
+    @property
+    def called(self) -> bool:
+        """Whether calls have been made, and none was cut off."""
+        return bool(self.num_calls) and not (self._reader and self._reader.cut)
+
+    def _read(self, delta: Delta) -> tuple[str, list[FunctionCall]]:
+        """The text and the calls of a delta; calls beyond the one that was allowed are dropped."""
+        if self._reader is None:
+            return delta.text, []
+        pieces = self._reader.feed(delta.text)
         if delta.finish_reason is not None:
-            pieces += reader.finish()
-        for piece in pieces:
-            if isinstance(piece, Begin):
-                self._dropped = self.num_calls >= self._most
-                self.num_calls += not self._dropped
-            if not (self._dropped and isinstance(piece, (Begin, Arguments))):
-                yield piece
+            pieces += self._reader.finish()
+        content = "".join(piece.text for piece in pieces if isinstance(piece, Text))
+        calls = [FunctionCall(*piece) for piece in pieces if isinstance(piece, Call)]
+        if self._most is not None:
+            calls = calls[: self._most - self.num_calls]
+        self.num_calls += len(calls)
+        return content, calls
 
 
 def _new_id() -> str:
@@ -143,8 +124,8 @@ class ChatWriter:
         return ChatResponse(**self._head, choices=choices, usage=self.totals.usage(), metrics=self.totals.metrics())
 
     def _reason(self, delta: Delta) -> str | None:
-        """Why the answer has ended; calls are its end when nothing cut them off."""
-        called = delta.finish_reason == "stop" and self._spoken[delta.index].num_calls
+        """Why the answer has ended: calls are its end unless something cut one off."""
+        called = delta.finish_reason == "stop" and self._spoken[delta.index].called
         return "tool_calls" if called else delta.finish_reason
 
     def _logprobs(self, delta: Delta) -> ChatLogprobs | None:

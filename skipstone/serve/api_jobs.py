@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from skipstone.core.request import SamplingParams
@@ -45,10 +44,31 @@ async def chat_job(service: Service, body: ChatRequest, tools: ToolUse | None, r
         raise template_error(error, service) from None
     wanted: dict[str, Any] = {"logprobs": (body.top_logprobs or 0) if body.logprobs else None}
     asked = constraint(body)
+    whole = asked.path if asked else "tool_choice" if tools and tools.must_call else None
+    if whole:
+        _check_constraint(service, body, prompt, whole)
     if tools is not None:
         asked = tools.constraint(asked)
-        wanted["skip_special_tokens"] = False  # the marks of a call may be such tokens
+        if tools.special_marks:
+            if body.skip_special_tokens:
+                raise bad_request(
+                    f"skip_special_tokens=true would hide {tools.special_marks[0]}, by which calls are recognised; "
+                    "leave it out, or send tool_choice='none'",
+                    "skip_special_tokens",
+                )
+            wanted["skip_special_tokens"] = False
     return await _job(service, body, request_id, [prompt], limits.pop() if limits else None, None, wanted, asked)
+
+
+def _check_constraint(service: Service, body: ChatRequest, prompt: list[int], path: str) -> None:
+    """Raise ApiError when what comes next is thought, and so no answer."""
+    begun = _text(body.messages[-1].content or "") if body.continue_final_message else ""
+    if begun.rfind("<think>") > begun.rfind("</think>"):
+        raise bad_request(f"{path} says what the whole answer is, but the last message ends within a thought", path)
+    try:
+        service.tokenizer.check_constraint(prompt, path)
+    except SkipstoneError as error:
+        raise bad_request(str(error), path) from None
 
 
 def template_options(body: ChatRequest | TemplateRequest, tools: ToolUse | None) -> tuple[Any, ...]:
@@ -89,11 +109,10 @@ async def _job(
     wanted = wanted | {"max_tokens": default_max_tokens if max_tokens is None else max_tokens}
     names = API_NAMES | (asked.names if asked else {})
     params = _params(service, body, wanted, asked, names)
-    if asked is not None:
-        try:
-            await asyncio.to_thread(service.llm.check_grammar, params)
-        except SkipstoneError as error:
-            raise from_engine(error, names) from None
+    try:
+        grammar = await service.make_grammar(params)
+    except SkipstoneError as error:
+        raise from_engine(error, names) from None
     job = Job(
         request_id=request_id,
         prompts=prompts,
@@ -102,6 +121,7 @@ async def _job(
         stream=bool(body.stream),
         origins=bool(body.return_token_origins),
         names=names,
+        grammar=grammar,
     )
     if job.num_choices > service.engine.capacity:
         raise bad_request(f"{job.num_choices} texts are more than the {service.engine.capacity} that may be under way")

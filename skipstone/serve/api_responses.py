@@ -107,7 +107,7 @@ class ChatLogprobs(msgspec.Struct, kw_only=True):
     refusal: None = None
 
 
-class FunctionCall(msgspec.Struct, kw_only=True):
+class FunctionCall(msgspec.Struct):
     """Which function, and its arguments: a JSON object as text."""
 
     name: str
@@ -144,20 +144,10 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     token_origins: list[Origin] | UnsetType = UNSET
 
 
-class FunctionCallDelta(msgspec.Struct, kw_only=True):
-    """What was added to a call's arguments; its first has the name."""
-
-    name: str | UnsetType = UNSET
-    arguments: str
-
-
-class ToolCallDelta(msgspec.Struct, kw_only=True):
-    """What was added to the call of this index."""
+class ToolCallDelta(ToolCall, kw_only=True):
+    """A call, of this index among the answer's; it comes whole."""
 
     index: int
-    id: str | UnsetType = UNSET
-    type: Literal["function"] | UnsetType = UNSET
-    function: FunctionCallDelta
 
 
 class DeltaMessage(msgspec.Struct, kw_only=True):

@@ -13,7 +13,8 @@ from skipstone.serve.api_requests import ChatRequest, NamedTool, TemplateRequest
 from skipstone.serve.api_structured import Constraint
 from skipstone.serve.text import Tokenizer
 from skipstone.serve.tool_grammars import Calls, GrammarText, dsml_calls, json_calls, minimax_calls
-from skipstone.serve.tool_readers import DSML, MINIMAX, DsmlReader, JsonReader, MinimaxReader, Reader, Schema, Schemas
+from skipstone.serve.tool_readers import DSML, MINIMAX, DsmlReader, JsonReader, MinimaxReader, Reader, Schemas
+from skipstone.serve.tool_schemas import Schema
 
 NO_PARAMETERS: Schema = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -56,6 +57,9 @@ class ToolUse:
                 )
             self._schemas = {name: self._schemas[name]}
             self.several = False
+        marker = self.reader().marker
+        self.special_marks = [name for name in self._special if name in marker]
+        """Special tokens that calls are recognised by."""
         self._strict = any(tool.function.strict for tool in tools)
 
     def reader(self) -> Reader:

@@ -80,7 +80,8 @@ class Conversation:
                     answer += event.text
                     print(event.text, end="", flush=True)
                     if event.output is not None:
-                        remark, spoken = cut_short(self.llm, [event.output]), event.output.outputs[0]
+                        spoken = event.output.outputs[0]
+                        remark = spoken.error or cut_short(self.llm, [event.output])
                     if self.interrupts.requested:
                         break
         print(flush=True)

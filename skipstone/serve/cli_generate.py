@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from typing import TYPE_CHECKING
 
@@ -43,6 +44,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     with open_model(settings, args.quiet) as (llm, resolved):
         params = [resolved.sampling_params(prompt.overrides) for prompt in prompts]
         inputs = [encoded(llm, prompt) for prompt in prompts]
+        _check_constraints(llm, prompts, inputs, params)
         streams = len(prompts) == 1 and params[0].n == 1 and args.json is None and sys.stdout.isatty()
         if streams:
             outputs = [_stream(llm, inputs[0], params[0])]
@@ -57,7 +59,17 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
             note(remark)
         if args.stats:
             show_card(stats_rows(llm.stats(), outputs, llm.proposer), "this run")
+    _check_ends(prompts, outputs)
     return 0
+
+
+def _check_ends(prompts: Sequence[Prompt], outputs: Sequence[RequestOutput]) -> None:
+    """Raise RequestError when an answer ended because nothing could follow."""
+    pairs = zip(prompts, outputs, strict=True)
+    failed = [(prompt, choice.error) for prompt, output in pairs for choice in output.outputs if choice.error]
+    if failed:
+        (prompt, error), more = failed[0], len(failed) - 1
+        raise RequestError(f"{prompt.source}: {error}" + (f"; so did {more} more" if more else ""))
 
 
 def encoded(llm: LLM, prompt: Prompt) -> list[int]:
@@ -78,6 +90,16 @@ def encoded(llm: LLM, prompt: Prompt) -> list[int]:
             f"max_model_len={limit}; shorten it or raise --max-model-len"
         )
     return token_ids
+
+
+def _check_constraints(llm: LLM, prompts: list[Prompt], inputs: list[list[int]], params: list[SamplingParams]) -> None:
+    """Raise RequestError naming the line of a conversation that begins with a thought, where no constraint holds."""
+    for prompt, token_ids, chosen in zip(prompts, inputs, params, strict=True):
+        if prompt.messages and llm.tokenizer is not None and chosen.structured_output is not None:
+            try:
+                llm.tokenizer.check_constraint(token_ids, chosen.structured_output[0])
+            except RequestError as error:
+                raise RequestError(f"{prompt.source}: {error}") from None
 
 
 def _stream(llm: LLM, token_ids: list[int], params: SamplingParams) -> RequestOutput:

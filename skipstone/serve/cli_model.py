@@ -83,14 +83,12 @@ def check_grammars(folder: Path, params: Sequence[SamplingParams]) -> None:
     wanted = [chosen for chosen in params if chosen.structured_output is not None]
     if not wanted:
         return
-    from skipstone.llm import eos_token_ids
-    from skipstone.models.loader import read_json, read_model_info
+    from skipstone.llm import GenerationConfig
+    from skipstone.models.loader import read_model_info
     from skipstone.serve.structured import GrammarCompiler
 
-    info, file = read_model_info(folder), folder / "generation_config.json"
-    generation = read_json(file, "it may be deleted") if file.exists() else {}
-    size = info.config.vocab_size
-    grammars = GrammarCompiler(folder, size, eos_token_ids(generation, info.raw, size))
+    info = read_model_info(folder)
+    grammars = GrammarCompiler(folder, info.config.vocab_size, GenerationConfig(folder).eos_token_ids(info))
     for chosen in wanted:
         grammars.compile(chosen)
 
@@ -102,11 +100,6 @@ def with_generation_config(settings: Settings) -> Settings:
     """
     if settings.values["model"] is msgspec.NODEFAULT:
         return settings
-    path = locate(settings.engine_config().model) / "generation_config.json"
-    if not path.exists():
-        return settings
-    from skipstone.llm import SAMPLING_KEYS
-    from skipstone.models.loader import read_json
+    from skipstone.llm import GenerationConfig
 
-    generation = read_json(path, "it may be deleted")
-    return settings.with_checkpoint({key: generation[key] for key in SAMPLING_KEYS if generation.get(key) is not None})
+    return settings.with_checkpoint(GenerationConfig(locate(settings.engine_config().model)).sampling)

@@ -74,6 +74,8 @@ def result_object(output: RequestOutput, choice: CompletionOutput, request_id: s
         "prompt_tokens": len(output.prompt_token_ids),
         "output_tokens": len(choice.token_ids),
     }
+    if choice.error is not None:
+        result["error"] = choice.error
     if choice.logprobs is not None:
         result["logprobs"] = choice.logprobs
     if choice.speculation is not None:

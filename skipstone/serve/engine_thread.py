@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from skipstone.core.request import FinishReason
-from skipstone.errors import SkipstoneError
+from skipstone.errors import RequestError, SkipstoneError
 from skipstone.llm import LLM
 from skipstone.outputs import StreamEvent
 from skipstone.serve.api_errors import busy, engine_failed, unavailable
@@ -292,6 +292,7 @@ class EngineThread:
     def _hand_back(self, events: list[StreamEvent]) -> None:
         now = time.perf_counter()
         outgoing: dict[asyncio.AbstractEventLoop, list[tuple[Generation, Delta]]] = {}
+        failed: list[tuple[Generation, str]] = []
         for event in events:
             if self._online is not None and self._online.take(event):
                 continue
@@ -309,12 +310,16 @@ class EngineThread:
             delta = run.delta(event, self.llm.eos_token_ids)
             if delta is not None and generation.job.trace:
                 delta.reads = self._observer.end_trace(choice.request)
-            if delta is not None:
+            if choice.request.error is not None:
+                failed.append((generation, choice.request.error))
+            elif delta is not None:
                 outgoing.setdefault(generation.loop, []).append((generation, delta))
             if run.unfinished == 0:
                 del self._runs[event.request_id]
         for loop, deltas in outgoing.items():
             _post(loop, _deliver, deltas)
+        for generation, error in failed:
+            _post(generation.loop, generation.fail, RequestError(error))
 
     def _failed(self, error: Exception) -> None:
         """A step has raised: what ran is lost, the engine goes on unless it fails again and again."""

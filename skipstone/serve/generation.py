@@ -24,6 +24,7 @@ class Job(msgspec.Struct, kw_only=True):
 
     `stream`: a delta for every step of a choice, else one at its end. `origins`: say where each token came from.
     `names`: what the API calls the engine's parameters, for messages. `trace`: tell what was read for the only token.
+    `grammar`: held so that the engine's thread need not make it.
     """
 
     request_id: str
@@ -34,6 +35,7 @@ class Job(msgspec.Struct, kw_only=True):
     origins: bool = False
     names: dict[str, str] = {}
     trace: bool = False
+    grammar: object = None
 
     @property
     def num_choices(self) -> int:

@@ -115,6 +115,7 @@ def serve(llm: LLM, config: ServerConfig, listener: socket.socket, observer: Ste
     )
     server = Server(service, options, _url(listener), quiet)
     service.engine.start()
+    service.start_grammars()
     try:
         server.run(sockets=[listener])
     finally:

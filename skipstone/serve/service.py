@@ -6,11 +6,13 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import msgspec
 
+from skipstone.core.request import SamplingParams
 from skipstone.errors import RequestError
 from skipstone.llm import LLM
 from skipstone.serve.api_errors import ApiError, bad_request, unavailable
@@ -54,6 +56,7 @@ class Service:
         online = OnlineCheck(llm, config.online) if config.online is not None else None
         self.metrics = ServerMetrics(llm, self.name, config.metrics_prefix, observer, online, engine)
         self.engine = EngineThread(llm, config.max_queue, self.metrics, self._engine_died, observer, online)
+        self._grammar_maker = ThreadPoolExecutor(1, "grammar")  # a costly one holds up its like alone
         self.death: asyncio.Future[str] | None = None
         """Set by whoever wants to know that the engine was given up."""
 
@@ -111,6 +114,18 @@ class Service:
         if len(text) < LONG_TEXT:
             return tokenizer.encode(text, add_special_tokens)
         return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)
+
+    def start_grammars(self) -> None:
+        """Begin to read the vocabulary for grammars, so that the first who asks for one need not wait for it."""
+        self._grammar_maker.submit(self.llm.prepare_grammar, SamplingParams(choice=["a"]))
+
+    async def make_grammar(self, params: SamplingParams) -> object | None:
+        """What LLM.prepare_grammar returns, made beside the event loop. Raises SkipstoneError."""
+        known = self.llm.prepare_grammar(params, make=False)
+        if known is not None or params.structured_output is None:
+            return known
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._grammar_maker, self.llm.prepare_grammar, params)
 
     async def encode_chat(
         self,

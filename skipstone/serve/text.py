@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from datetime import datetime
 from functools import cache, cached_property
 from importlib.resources import files
@@ -30,6 +30,11 @@ PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 BYTE_LEVEL = {chr(byte): byte for byte in PRINTABLE} | {
     chr(0x100 + place): byte for place, byte in enumerate(byte for byte in range(0x100) if byte not in PRINTABLE)
 }
+CURSOR = "\U0010fffd"  # of private use: put into a content to see where a template writes it
+THOUGHT = re.compile(r"<[^<>/\s]*think(?:ing)?>\s*$")  # begins, at the end of a prompt
+TEMPLATE_ERRORS = (
+    *(jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError),
+)
 
 
 class Tokenizer:
@@ -127,30 +132,83 @@ class Tokenizer:
 
         The messages are what `plain_messages` takes. `continue_final_message`: the text ends with the last message's
         content, to be gone on with. `variables`: what else the template may look at. Raises RequestError for a
-        malformed message (with its index), a missing template, or an error in the template.
+        malformed message (with its index), a variable that the template does not look at, a missing template, or an
+        error in the template.
         """
         plain = plain_messages(messages)
+        if continue_final_message:
+            last = plain[-1]
+            if not last["content"] or "tool_calls" in last:
+                has = "tool_calls, which end it" if "tool_calls" in last else "no text"
+                raise RequestError(
+                    f"messages[{len(plain) - 1}] has {has}, so continue_final_message cannot go on with it; leave that "
+                    "field out, or end with a message whose text is to be gone on with"
+                )
+            plain[-1] = last | {"content": last["content"] + CURSOR}
         given = {
-            "messages": plain,
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
-            "bos_token": self.bos_token or "",
-            "eos_token": self.eos_token or "",
             "tools": list(tools) if tools else None,
             "documents": None,
         }
-        taken = given.keys() & (variables or {}).keys()
-        if taken:
-            raise RequestError(f"chat_template_kwargs has {min(taken)!r}, which has a field of its own; use that")
+        further = {name: value for name, value in (variables or {}).items() if value is not None}
+        self._check_variables(further, {"messages", "bos_token", "eos_token", *given})
         try:
-            text = self._template.render(**given, **(variables or {}))
-            return _cut_behind(text, plain[-1]["content"]) if continue_final_message else text
-        except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            text = self._render(plain, self._takes_parts, **given, **further)
+        except TEMPLATE_ERRORS as error:
             raise RequestError(f"the chat template of {self.folder} refused the messages: {error}") from error
+        if not continue_final_message:
+            return text
+        if CURSOR not in text:
+            raise RequestError("the chat template does not write the last message's text, so nothing can go on with it")
+        return text[: text.rindex(CURSOR)]
+
+    def _render(self, messages: list[dict[str, Any]], as_parts: bool, **variables: Any) -> str:
+        if as_parts:
+            messages = [one | {"content": [{"type": "text", "text": one["content"]}]} for one in messages]
+        tokens = {"bos_token": self.bos_token or "", "eos_token": self.eos_token or ""}
+        return self._template.render(messages=messages, **tokens, **variables)
+
+    @cached_property
+    def _takes_parts(self) -> bool:
+        """Whether the chat template reads contents by their parts only, and would write nothing of a text."""
+        texts = []
+        for as_parts in (False, True):
+            try:
+                texts.append(self._render([{"role": "user", "content": CURSOR}], as_parts, tools=None))
+            except TEMPLATE_ERRORS:
+                texts.append("")
+        return CURSOR not in texts[0] and CURSOR in texts[1]
+
+    def _check_variables(self, variables: Mapping[str, Any], own: Set[str]) -> None:
+        """Raise RequestError for a variable that would change nothing, unless it only switches something off."""
+        for name, value in variables.items():
+            if name in own:
+                raise RequestError(f"chat_template_kwargs has {name!r}, which has a field of its own; use that")
+            if value is not False and not self.template_takes(name):
+                known = ", ".join(sorted(self._variables - own)) or "none"
+                raise RequestError(
+                    f"chat_template_kwargs has {name!r:.60}, which the chat template does not look at; leave it out. "
+                    f"Those it does look at: {known}"
+                )
 
     def template_takes(self, name: str) -> bool:
         """Whether the chat template makes use of something it is given. Raises RequestError as `render_chat` does."""
-        tree = self._template.environment.parse(self.template_source)
-        return name in jinja2.meta.find_undeclared_variables(tree)
+        return name in self._variables
+
+    @cached_property
+    def _variables(self) -> Set[str]:
+        return jinja2.meta.find_undeclared_variables(self._template.environment.parse(self.template_source))
+
+    def check_constraint(self, token_ids: Sequence[int], name: str) -> None:
+        """Raise RequestError when a chat's prompt ends with the tag that begins a thought.
+
+        The answer only comes behind the thought, so that `name` says what the whole answer is cannot be followed.
+        """
+        if THOUGHT.search(self.decode(token_ids[-32:], skip_special_tokens=False)):
+            raise RequestError(
+                f"{name} says what the whole answer is, but this prompt lets the model think before it answers; switch "
+                "that off (servers: in chat_template_kwargs), or leave one of them out"
+            )
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids. Bytes that form no character become U+FFFD; ids above the vocabulary are skipped."""
@@ -281,15 +339,6 @@ def _token_content(entry: Any) -> str | None:
     """A special token of tokenizer_config.json, which is a string or an object with `content`."""
     content = entry.get("content") if isinstance(entry, dict) else entry
     return content if isinstance(content, str) else None
-
-
-def _cut_behind(text: str, content: Any) -> str:
-    """The text up to the end of the last message's content."""
-    last = content.rstrip() if isinstance(content, str) else ""
-    begin = text.rfind(last) if last else -1
-    if begin < 0:
-        raise ValueError("the last message has no text that could be gone on with")
-    return text[: begin + len(last)]
 
 
 def _raise_template_error(message: str) -> NoReturn:

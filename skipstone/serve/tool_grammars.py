@@ -10,7 +10,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from skipstone.serve.tool_readers import DSML, MINIMAX, Schema, Schemas
+from skipstone.serve.tool_readers import DSML, MINIMAX, Schemas
+from skipstone.serve.tool_schemas import Schema, bare, choices, kinds, variants
 
 ANY_TEXT = "(?s:.*)"
 PYTHON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -93,9 +94,9 @@ def dsml_calls(grammar: GrammarText, schemas: Schemas, several: bool) -> str:
     """Calls as tool_readers.DsmlReader reads them."""
 
     def parameter(root: Schema, name: str, schema: Schema) -> str:
-        bare = _is_bare(schema)
-        head = grammar.literal(f'<{DSML}parameter name="{name}" string="{"true" if bare else "false"}">')
-        return f'{head} {_value(grammar, schema, root, f"</{DSML}parameter>")} "\\n"'
+        text = kinds(schema, root) == {"string"}
+        head = grammar.literal(f'<{DSML}parameter name="{name}" string="{"true" if text else "false"}">')
+        return f'{head} {_value(grammar, schema, root, f"</{DSML}parameter>", text)} "\\n"'
 
     calls = []
     for name, schema in schemas.items():
@@ -117,7 +118,7 @@ def minimax_calls(grammar: GrammarText, schemas: Schemas, several: bool) -> str:
             most = f"{{{schema.get('minItems', 0)},{schema.get('maxItems', '')}}}"
             inner = f"{grammar.add(element(root, 'item', schema['items']))}{most}"
         if inner is None:
-            return f"{head} {_value(grammar, schema, root, end)}"
+            return f"{head} {_value(grammar, schema, root, end, bare(kinds(schema, root)))}"
         return f"{head} {inner} {grammar.literal(end)}"
 
     def line(root: Schema, name: str, schema: Schema) -> str:
@@ -140,27 +141,21 @@ def _either(options: Sequence[str]) -> str:
 
 def _sequence(schema: Schema, part: Callable[[str, Schema], str]) -> str:
     """The properties in their order, those that are not required at will."""
-    required = schema.get("required", [])
+    required = schema.get("required")
     parts = []
     for name, inner in schema.get("properties", {}).items():
         text = part(name, inner if isinstance(inner, dict) else {})
-        parts.append(f"({text})" if name in required else f"({text})?")
+        parts.append(f"({text})" if isinstance(required, list) and name in required else f"({text})?")
     return " ".join(parts)
 
 
-def _is_bare(schema: Schema) -> bool:
-    """Whether a value is written without quotes."""
-    if "enum" in schema or "const" in schema:
-        return all(isinstance(value, str) for value in schema.get("enum", [schema.get("const")]))
-    return schema.get("type") == "string"
-
-
-def _value(grammar: GrammarText, schema: Schema, root: Schema, end: str) -> str:
-    """A value and the tag that closes it. Bare text may be anything but that tag."""
-    if not _is_bare(schema):
+def _value(grammar: GrammarText, schema: Schema, root: Schema, end: str, text: bool) -> str:
+    """A value and the tag that closes it: JSON, or text without quotes, which may be anything but that tag."""
+    if not text:
         shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
         return f"{grammar.json(schema | shared)} {grammar.literal(end)}"
-    if "enum" in schema or "const" in schema:
-        options = schema.get("enum", [schema.get("const")])
-        return f"({_either([grammar.literal(option) for option in options])}) {grammar.literal(end)}"
-    return grammar.until(end)
+    listed = [[None] if one.get("type") == "null" else choices(one) for one in variants(schema, root)]
+    if None in listed:
+        return grammar.until(end)
+    options = ["null" if option is None else option for some in listed for option in some or ()]
+    return f"({_either([grammar.literal(option) for option in options])}) {grammar.literal(end)}"

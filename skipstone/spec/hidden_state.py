@@ -59,6 +59,7 @@ class HiddenStateProposer(CachedProposer):
             uses_caches=True,
             max_position=head.max_position,
             final_states=not head.taps,
+            remarks=head.remarks,
         )
         check_groups(self.cache_specs(), "advance", name)
 

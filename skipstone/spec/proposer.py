@@ -29,7 +29,7 @@ class ProposerNeeds(NamedTuple):
     blocks must be a multiple of this many tokens. `default_k`: drafts a step when the user names no number.
     `least_lookahead`: slots that a draft pass takes however few drafts are wanted. `final_states`: it reads every row's
     state after the last layer, so that none can be left out; taps of the last output say the same. `graphs`: whether
-    its work can be captured.
+    its work can be captured. `remarks`: what a user should know of it, see `describe`.
     """
 
     name: str
@@ -43,6 +43,15 @@ class ProposerNeeds(NamedTuple):
     least_lookahead: int = 0
     final_states: bool = False
     graphs: bool = True
+    remarks: tuple[str, ...] = ()
+
+    def describe(self, longest: int) -> str:
+        """What no option says of it, for a target with contexts of up to `longest` tokens; may be empty."""
+        parts = [f"reads the input of layers {', '.join(map(str, self.taps))}"] if self.taps else []
+        parts += self.remarks
+        if self.max_position is not None and self.max_position < longest:
+            parts.append(f"drafts end at position {self.max_position:,} of {longest:,}, its max_position_embeddings")
+        return "; ".join(parts)
 
     def lookahead(self, k: int) -> int:
         """Slots beyond the committed tokens that drafting k tokens may write."""

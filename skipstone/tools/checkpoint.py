@@ -13,18 +13,25 @@ from typing import Any
 import msgspec
 import torch
 
-from skipstone.core.kv_cache import CacheSpec
-from skipstone.errors import RequestError, SkipstoneError
-from skipstone.kernels.dispatch import choose_device, choose_dtype
-from skipstone.llm import SAMPLING_KEYS, eos_token_ids
+from skipstone.errors import CheckpointError, RequestError, SkipstoneError
+from skipstone.kernels.dispatch import choose_device, choose_dtype, free_memory_bytes
+from skipstone.llm import GenerationConfig
 from skipstone.models.base import CausalLM, DraftHead
-from skipstone.models.loader import ModelInfo, read_json, read_model_info, shard_files, with_index_keys
+from skipstone.models.loader import (
+    ModelInfo,
+    memory_refusal,
+    mtp_bytes,
+    read_model_info,
+    weight_bytes,
+    with_index_keys,
+)
+from skipstone.models.stored import Match, StoredTensor, StoredWeights, match_weights, open_weights
 from skipstone.registry import DRAFT_HEADS
 from skipstone.runtime.available import candidates, count_mtp_modules
-from skipstone.runtime.memory import free_memory_bytes
 from skipstone.serve.cli_options import Settings
-from skipstone.serve.text import Tokenizer
-from skipstone.tools.headers import StoredTensor, read_header
+from skipstone.serve.text import BUILT_IN, Tokenizer
+from skipstone.tools.headers import read_header
+from skipstone.tools.heads import ProposerReport, check_candidate
 
 # The first pattern that a name contains decides its part.
 PARTS = (
@@ -60,15 +67,6 @@ class CacheGroupReport(msgspec.Struct, frozen=True):
     bytes_per_token: int
 
 
-class ProposerReport(msgspec.Struct, frozen=True):
-    """One proposer: the value of --spec that names it, and whether this model has what it needs."""
-
-    method: str
-    spec: str
-    works: bool
-    reason: str
-
-
 class CheckpointReport(msgspec.Struct, frozen=True):
     """Everything `skipstone inspect` shows."""
 
@@ -80,6 +78,7 @@ class CheckpointReport(msgspec.Struct, frozen=True):
     layers: dict[str, int]
     max_position_embeddings: int
     vocab_size: int
+    sparse_budget: str | None
     parts: list[PartReport]
     run_dtype: str
     index_keys: str
@@ -88,9 +87,14 @@ class CheckpointReport(msgspec.Struct, frozen=True):
     cache_bytes_per_token: int
     free_bytes: int
     tokens_that_fit: int
+    mtp_loaded_bytes: int
+    does_not_fit: str | None
+    format_refused: str | None
     missing: list[str]
     unexpected: list[str]
     other_shape: list[str]
+    twins: list[str]
+    unread: list[str]
     unusable: list[str]
     declared_but_absent: list[str]
     mtp_modules_declared: int
@@ -102,9 +106,15 @@ class CheckpointReport(msgspec.Struct, frozen=True):
     licences: list[str]
 
     @property
-    def loads(self) -> bool:
+    def complete(self) -> bool:
         """Whether every weight is there, in its shape, and nothing else, and the files beside them can be used."""
-        return not (self.missing or self.unexpected or self.other_shape or self.unusable)
+        names = self.missing or self.unexpected or self.other_shape or self.twins
+        return not (self.format_refused or names or self.unusable)
+
+    @property
+    def loads(self) -> bool:
+        """Whether it is complete and fits into the memory that is free here, as with no options but these."""
+        return self.complete and self.does_not_fit is None
 
 
 def examine(folder: Path, dtype: str, index_keys: str = "model", device: str = "auto") -> CheckpointReport:
@@ -113,28 +123,30 @@ def examine(folder: Path, dtype: str, index_keys: str = "model", device: str = "
     Raises CheckpointError for absent, truncated or damaged files; ConfigError and UnsupportedError for config.json.
     """
     info = with_index_keys(read_model_info(folder), index_keys)
-    files = shard_files(folder)
-    tensors = [tensor for file in files for tensor in read_header(file)]
+    stored = _open(info)
+    tensors = stored.tensors.values()
     place = choose_device(device)
     run_dtype = choose_dtype(dtype, place)
-    present = count_mtp_modules(info)
+    present = count_mtp_modules(info, stored)
     with torch.device("meta"):
         model: CausalLM = info.model_class(info.config, run_dtype, True, 1)
-        draft_specs = _mtp_caches(info, model, present, run_dtype)
-    matched = _match(model, tensors)
-    loaded = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+        mtp = _mtp_head(info, model, present, run_dtype, stored.tensors)
+    match = match_weights(model, stored)
+    matches = [match] if mtp is None else [match, match_weights(mtp, stored)]
     groups = _cache_groups(model, run_dtype)
+    loaded, more = weight_bytes(model), mtp_bytes(match, run_dtype)
     per_token, free = sum(group.bytes_per_token for group in groups), free_memory_bytes(place)
     return CheckpointReport(
         folder=str(folder),
         architecture=info.architecture,
-        files=len(files),
-        bytes_on_disk=sum(file.stat().st_size for file in files),
+        files=len(stored.files),
+        bytes_on_disk=sum(file.stat().st_size for file in stored.files),
         stored_dtypes=dict(Counter(tensor.dtype for tensor in tensors).most_common()),
         layers=_layers(model),
         max_position_embeddings=info.config.max_position_embeddings,
         vocab_size=info.config.vocab_size,
-        parts=_parts(matched),
+        sparse_budget=info.config.sparse.text if any(group.backend != "dense" for group in groups) else None,
+        parts=_parts(match, stored.files),
         run_dtype=str(run_dtype).removeprefix("torch."),
         index_keys=index_keys,
         loaded_bytes=loaded,
@@ -142,54 +154,39 @@ def examine(folder: Path, dtype: str, index_keys: str = "model", device: str = "
         cache_bytes_per_token=per_token,
         free_bytes=free,
         tokens_that_fit=max(0, free - loaded) // per_token,
-        missing=sorted(set(matched.slots) - matched.slots_filled()),
-        unexpected=matched.unexpected,
-        other_shape=matched.other_shape(),
+        mtp_loaded_bytes=more,
+        does_not_fit=memory_refusal(loaded, more, run_dtype, free),
+        format_refused=next((one.refusal for one in matches if one.refusal), None),
+        missing=[name for one in matches for name in one.faults["missing"]],
+        unexpected=[name for one in matches for name in one.faults["unexpected"]],
+        other_shape=[text for one in matches for text in one.faults["with another shape"]],
+        twins=[text for one in matches for text in one.faults["for a slot that has one already"]],
+        unread=stored.unread,
         unusable=_unusable(info),
         declared_but_absent=_absent(info, present),
         mtp_modules_declared=info.config.declared_mtp_modules,
         mtp_modules_present=present,
-        mtp_cache_bytes_per_token=sum(spec.bytes_per_token(run_dtype) for spec in draft_specs),
-        proposers=[ProposerReport(*candidate) for candidate in candidates(info)],
+        mtp_cache_bytes_per_token=sum(spec.bytes_per_token(run_dtype) for spec in mtp.cache_specs()) if mtp else 0,
+        proposers=[check_candidate(candidate, info, model, matches[-1]) for candidate in candidates(info)],
         tokenizer=(folder / "tokenizer.json").is_file(),
-        chat_template=_chat_template(folder),
+        chat_template=_chat_template(info),
         licences=sorted({path.name for pattern in LICENCES for path in folder.glob(pattern)}),
     )
 
 
-class _Match(msgspec.Struct):
-    """Stored tensors by what becomes of them."""
-
-    slots: dict[str, Any]  # hub name -> the meta tensor it fills
-    loaded: list[tuple[str, StoredTensor]] = []  # slot name, tensor
-    ignored: list[tuple[str, StoredTensor]] = []  # reason, tensor
-    unexpected: list[str] = []
-
-    def slots_filled(self) -> set[str]:
-        return {name for name, _ in self.loaded}
-
-    def other_shape(self) -> list[str]:
-        pairs = [(name, tensor.shape, list(self.slots[name].shape)) for name, tensor in self.loaded]
-        return [f"{name} {stored}, expected {needed}" for name, stored, needed in pairs if stored != needed]
+def _open(info: ModelInfo) -> StoredWeights:
+    """Index and headers; what cannot be read is told more closely."""
+    try:
+        return open_weights(info.folder, info.raw)
+    except CheckpointError:
+        for file in sorted(info.folder.glob("*.safetensors")):
+            read_header(file)
+        raise
 
 
-def _match(model: CausalLM, tensors: list[StoredTensor]) -> _Match:
-    match = _Match(model.weight_slots())
-    aliases = {name.removeprefix("language_model."): name for name in match.slots}
-    for tensor in tensors:
-        name = tensor.name if tensor.name in match.slots else aliases.get(tensor.name, tensor.name)
-        reason = model.ignored_weight(tensor.name)
-        if name in match.slots:
-            match.loaded.append((name, tensor))
-        elif reason is not None:
-            match.ignored.append((reason, tensor))
-        else:
-            match.unexpected.append(tensor.name)
-    return match
-
-
-def _parts(match: _Match) -> list[PartReport]:
-    labelled = [(_part(name), tensor, True) for name, tensor in match.loaded]
+def _parts(match: Match, files: list[Path]) -> list[PartReport]:
+    sizes = {tensor.name: tensor.num_bytes for file in files for tensor in read_header(file)}
+    labelled = [(_part(name), tensor, True) for name, tensor in match.loaded.items()]
     labelled += [(reason, tensor, False) for reason, tensor in match.ignored]
     known = [part for part, _ in PARTS]
     order = [*known, *sorted({part for part, _, _ in labelled} - set(known))]
@@ -197,7 +194,7 @@ def _parts(match: _Match) -> list[PartReport]:
     for part in order:
         for loaded in (True, False):
             chosen = [tensor for label, tensor, kept in labelled if (label, kept) == (part, loaded)]
-            numel, size = sum(tensor.numel for tensor in chosen), sum(tensor.num_bytes for tensor in chosen)
+            numel, size = sum(tensor.numel for tensor in chosen), sum(sizes[tensor.name] for tensor in chosen)
             reports.append(PartReport(part, len(chosen), numel, size, loaded))
     return [report for report in reports if report.tensors]
 
@@ -231,12 +228,14 @@ def _cache_groups(model: CausalLM, dtype: torch.dtype) -> list[CacheGroupReport]
     return reports
 
 
-def _mtp_caches(info: ModelInfo, model: CausalLM, present: int, dtype: torch.dtype) -> list[CacheSpec]:
-    """Caches that MTP modules add when they draft."""
+def _mtp_head(
+    info: ModelInfo, model: CausalLM, present: int, dtype: torch.dtype, names: dict[str, StoredTensor]
+) -> DraftHead | None:
+    """The MTP modules in the files."""
     if not present:
-        return []
-    head: DraftHead = DRAFT_HEADS.load(info.architecture)(model, present, dtype, False)
-    return head.cache_specs()
+        return None
+    head: DraftHead = DRAFT_HEADS.load(info.architecture)(model, present, dtype, False, names)
+    return head
 
 
 def _absent(info: ModelInfo, present: int) -> list[str]:
@@ -247,20 +246,17 @@ def _absent(info: ModelInfo, present: int) -> list[str]:
 
 def _unusable(info: ModelInfo) -> list[str]:
     """What is wrong with the tokenizer's files and with generation_config.json, in the words of the engine."""
-    tokenizer, file = info.folder / "tokenizer.json", info.folder / "generation_config.json"
     found = []
     try:
-        if tokenizer.exists():
+        if (info.folder / "tokenizer.json").exists():
             Tokenizer(info.folder)
     except SkipstoneError as error:
         found.append(str(error))
     try:
-        generation = read_json(file, "it may be deleted") if file.exists() else {}
-        eos_token_ids(generation, info.raw, info.config.vocab_size)
-        if generation.get("do_sample") is not False:
-            given = {key: generation[key] for key in SAMPLING_KEYS if generation.get(key) is not None}
-            params = Settings({}, {}).with_checkpoint(given).sampling_params()
-            params.validate(info.config.vocab_size)
+        generation = GenerationConfig(info.folder)
+        generation.eos_token_ids(info)
+        params = Settings({}, {}).with_checkpoint(generation.sampling).sampling_params()
+        params.validate(info.config.vocab_size)
     except RequestError as error:
         found.append(f"generation_config.json: {error}")
     except SkipstoneError as error:
@@ -268,12 +264,18 @@ def _unusable(info: ModelInfo) -> list[str]:
     return found
 
 
-def _chat_template(folder: Path) -> str | None:
-    """The file that holds the chat template."""
-    if (folder / "chat_template.jinja").is_file():
+def _chat_template(info: ModelInfo) -> str | None:
+    """Where the chat template comes from, as `Tokenizer.template_source` finds it."""
+    if (info.folder / "chat_template.jinja").is_file():
         return "chat_template.jinja"
     try:
-        config = msgspec.json.decode((folder / "tokenizer_config.json").read_bytes(), type=dict[str, Any])
+        config = msgspec.json.decode((info.folder / "tokenizer_config.json").read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.DecodeError):
-        return None
-    return "tokenizer_config.json" if config.get("chat_template") else None
+        config = {}
+    source = config.get("chat_template")
+    if isinstance(source, list):
+        source = any(entry.get("name") == "default" for entry in source)
+    if source:
+        return "tokenizer_config.json"
+    kind = info.raw.get("model_type")
+    return f"built in for {kind}" if kind in BUILT_IN else None

@@ -15,10 +15,16 @@ import msgspec
 import torch
 
 from skipstone.attention.msa_aiter import aiter_refusal
-from skipstone.kernels.dispatch import choose_device, choose_ops, list_ops, numba_refusal, triton_refusal
+from skipstone.kernels.dispatch import (
+    choose_device,
+    choose_ops,
+    free_memory_bytes,
+    list_ops,
+    numba_refusal,
+    triton_refusal,
+)
 from skipstone.kernels.ops import OP_NAMES, Implementation
 from skipstone.registry import KERNELS
-from skipstone.runtime.memory import free_memory_bytes
 from skipstone.tools.op_run import Verdict, examine
 
 GB = 1e9

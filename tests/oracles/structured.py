@@ -69,6 +69,7 @@ class Automaton:
     def __init__(self, length: int) -> None:
         self.length = length
         self.text: list[int] = []
+        self.failure: str | None = None
 
     def allowed(self, further: list[int]) -> Tensor | None:
         if self.legal(further) < len(further):

@@ -1,0 +1,109 @@
+"""What a draft head's or draft model's folder holds, checked against its target without loading either."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+import torch
+
+from skipstone.errors import SkipstoneError
+from skipstone.kernels.dispatch import choose_device, choose_dtype
+from skipstone.models.base import CausalLM
+from skipstone.models.loader import ModelInfo, read_model_info
+from skipstone.models.locate import heads_beside
+from skipstone.models.stored import Match, match_weights, open_weights
+from skipstone.runtime.available import Candidate
+from skipstone.runtime.proposers import naming, open_draft, open_head, propose_with
+from skipstone.spec.draft_model import DraftModelProposer
+
+
+class ProposerReport(msgspec.Struct, frozen=True):
+    """One proposer: the value of --spec that names it, and whether this model has what it needs."""
+
+    method: str
+    spec: str
+    works: bool
+    reason: str
+
+
+class HeadReport(msgspec.Struct, frozen=True):
+    """What `skipstone inspect` shows of a draft head's folder."""
+
+    folder: str
+    method: str
+    target: str
+    files: int
+    bytes_on_disk: int
+    stored_dtypes: dict[str, int]
+    drafting: str
+    problem: str | None
+
+    @property
+    def loads(self) -> bool:
+        """Whether it can be used with its target."""
+        return self.problem is None
+
+
+def check_candidate(candidate: Candidate, info: ModelInfo, model: CausalLM, mtp: Match) -> ProposerReport:
+    """A candidate whose files are looked into; `model` is the target without memory, `mtp` how its modules match."""
+    method, works, reason = candidate.method, candidate.works, candidate.reason
+    try:
+        if method == "mtp" and works and mtp.error is not None:
+            raise mtp.error
+        if method not in ("mtp", "ngram") and works:
+            said = check_folder(method, heads_beside(info.folder)[method], info, model)
+            reason += f": {said}" if said else ""
+    except SkipstoneError as error:
+        works, reason = False, str(error)
+    return ProposerReport(method, candidate.spec, works, reason)
+
+
+def check_folder(method: str, folder: Path, info: ModelInfo, model: CausalLM) -> str:
+    """What a user should know of a head or draft model; `model` is the target without memory. Raises as loading it."""
+    longest, dtype = info.config.max_position_embeddings, model.embed.dtype
+    if method == "draft":
+        draft = open_draft(folder, info)
+        with torch.device("meta"):
+            other = draft.model_class(draft.config, dtype, False, 1)
+        error = match_weights(other, open_weights(folder, draft.raw)).error
+        if error is not None:
+            raise error
+        needs = DraftModelProposer(other, min(draft.config.max_position_embeddings, longest)).needs
+    else:
+        head = open_head(method, folder, info)
+        with naming(folder), torch.device("meta"):
+            made = head.make(model, dtype, longest)
+            error = match_weights(made, head.weights).error
+            if error is not None:
+                raise error
+        needs = propose_with(head, made).needs
+    drafts = [f"at most {needs.max_k} drafts"] if needs.max_k else []
+    return "; ".join([part for part in (needs.describe(longest), *drafts) if part])
+
+
+def examine_head(method: str, folder: Path, target: Path, dtype: str, device: str) -> HeadReport:
+    """Look into a head's folder, and check it against its target.
+
+    Raises CheckpointError, ConfigError and UnsupportedError for the target, and for files that cannot be read.
+    """
+    info = read_model_info(target)
+    with torch.device("meta"):
+        model: CausalLM = info.model_class(info.config, choose_dtype(dtype, choose_device(device)), True, 1)
+    stored = open_weights(folder, {})
+    drafting, problem = "", None
+    try:
+        drafting = check_folder(method, folder, info, model)
+    except SkipstoneError as error:
+        problem = str(error)
+    return HeadReport(
+        folder=str(folder),
+        method=method,
+        target=str(target),
+        files=len(stored.files),
+        bytes_on_disk=sum(file.stat().st_size for file in stored.files),
+        stored_dtypes=dict(Counter(tensor.dtype for tensor in stored.tensors.values()).most_common()),
+        drafting=drafting,
+        problem=problem,
+    )
