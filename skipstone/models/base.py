@@ -189,8 +189,10 @@ class DraftHead(WeightedModel):
         """From the target's states to what the first pass is fed, [T, H]."""
         raise NotImplementedError
 
-    def forward(self, hidden: Tensor, batch: Batch, attention: AttentionStep, module: int = 0) -> Tensor:
-        """States [T, H] of one module; `batch.input_ids` are the tokens at p + module + 1."""
+    def forward(
+        self, hidden: Tensor, batch: Batch, attention: AttentionStep, module: int = 0, kept: Kept | None = None
+    ) -> Tensor:
+        """States [T, H] of a module, or of the kept rows alone; `batch.input_ids` are the tokens at p + module + 1."""
         raise NotImplementedError
 
     def recycled(self, states: Tensor, module: int = 0) -> Tensor:

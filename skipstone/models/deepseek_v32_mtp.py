@@ -19,7 +19,7 @@ from skipstone.attention.backend import AttentionStep, SparseSettings
 from skipstone.core.batch import Batch
 from skipstone.core.kv_cache import CacheSpec
 from skipstone.layers.linear import Linear, RMSNorm
-from skipstone.models.base import DraftHead, DraftOutput, HiddenStates, empty_parameter
+from skipstone.models.base import DraftHead, DraftOutput, HiddenStates, Kept, empty_parameter
 from skipstone.models.deepseek_v32 import DecoderLayer, DeepseekV32, DeepseekV32Config, Rotaries
 
 
@@ -92,14 +92,16 @@ class DeepseekV32Mtp(DraftHead):
         """States after the final norm."""
         return hidden.final
 
-    def forward(self, hidden: Tensor, batch: Batch, attention: AttentionStep, module: int = 0) -> Tensor:
-        """States [T, H] of one module."""
+    def forward(
+        self, hidden: Tensor, batch: Batch, attention: AttentionStep, module: int = 0, kept: Kept | None = None
+    ) -> Tensor:
+        """States [T, H] of one module, or [K, H] of the kept rows."""
         part = self.mtp[module]
         table = self.embed if part.embed is None else part.embed
         embedded = part.embed_norm(table[batch.input_ids])
         x = part.projection(torch.cat([embedded, part.hidden_norm(hidden)], dim=-1))
         rotary = Rotaries(self.mla_rotary(batch.positions), self.index_rotary(batch.positions))
-        x, update = part.layer(x, None, rotary, attention)
+        x, update = part.layer(x, None, rotary, attention, kept)
         return x + update
 
     def recycled(self, states: Tensor, module: int = 0) -> Tensor:

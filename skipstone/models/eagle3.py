@@ -29,6 +29,7 @@ from skipstone.models.base import (
     DraftHead,
     DraftOutput,
     HiddenStates,
+    Kept,
     ModelConfig,
     empty_parameter,
 )
@@ -109,14 +110,20 @@ class Eagle3Layer(OpsModule):
         self.ffn_norm = RMSNorm(hidden, layer.eps)
         self.ffn = GatedMLP(hidden, layer.intermediate, SILU, dtype, exact)
 
-    def forward(self, embedded: Tensor, hidden: Tensor, rotary: Rotary, attention: AttentionStep) -> Tensor:
-        """Embeddings and states [T, H] -> [T, H]."""
+    def forward(
+        self, embedded: Tensor, hidden: Tensor, rotary: Rotary, attention: AttentionStep, kept: Kept | None
+    ) -> Tensor:
+        """Embeddings and states [T, H] -> [T, H], or [K, H] of the kept rows."""
         attend = attention.per_layer[0]
         normed = self.hidden_norm(hidden)
         projected = self.qkv(torch.cat([self.embed_norm(embedded), normed], dim=-1))
         q, k, v = projected.view(len(hidden), -1, self.head_dim).split(self.head_counts, dim=1)
         attend.write(CacheRows(self.ops.rotate(k, rotary), v))
-        out = attend.run(self.ops.rotate(q, rotary), None)
+        q = self.ops.rotate(q, rotary)
+        if kept is not None:
+            q, normed, hidden = q[kept.rows], normed[kept.rows], hidden[kept.rows]
+            attend = kept.attention.per_layer[0]
+        out = attend.run(q, None)
         x = (normed if self.norm_before_residual else hidden) + self.o_proj(out.reshape(len(hidden), -1))
         return x + self.ffn(self.ffn_norm(x))
 
@@ -213,9 +220,11 @@ class Eagle3(DraftHead):
         """fc of the tapped states side by side."""
         return self.fc(torch.cat(hidden.taps, dim=-1))
 
-    def forward(self, hidden: Tensor, batch: Batch, attention: AttentionStep, module: int = 0) -> Tensor:
-        """States [T, H] before the norm."""
-        return self.layer(self.embed[batch.input_ids], hidden, self.rotary(batch.positions), attention)
+    def forward(
+        self, hidden: Tensor, batch: Batch, attention: AttentionStep, module: int = 0, kept: Kept | None = None
+    ) -> Tensor:
+        """States [T, H] before the norm, or [K, H] of the kept rows."""
+        return self.layer(self.embed[batch.input_ids], hidden, self.rotary(batch.positions), attention, kept)
 
     def recycled(self, states: Tensor, module: int = 0) -> Tensor:
         """States without the norm, unless the head was trained otherwise."""

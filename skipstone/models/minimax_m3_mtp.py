@@ -18,7 +18,7 @@ from skipstone.attention.backend import AttentionStep, SparseSettings
 from skipstone.core.batch import Batch
 from skipstone.core.kv_cache import CacheSpec
 from skipstone.layers.linear import Linear, RMSNorm
-from skipstone.models.base import DraftHead, DraftOutput, HiddenStates
+from skipstone.models.base import DraftHead, DraftOutput, HiddenStates, Kept
 from skipstone.models.minimax_m3 import DecoderLayer, MiniMaxM3, MiniMaxM3Config
 
 PREFIX = "language_model.model.mtp.layers"
@@ -81,12 +81,14 @@ class MiniMaxM3Mtp(DraftHead):
         """States after the final norm."""
         return hidden.final
 
-    def forward(self, hidden: Tensor, batch: Batch, attention: AttentionStep, module: int = 0) -> Tensor:
-        """States [T, H] of one module."""
+    def forward(
+        self, hidden: Tensor, batch: Batch, attention: AttentionStep, module: int = 0, kept: Kept | None = None
+    ) -> Tensor:
+        """States [T, H] of one module, or [K, H] of the kept rows."""
         part = self.mtp[module]
         embedded = self.embed[batch.input_ids].masked_fill((batch.positions == 0)[:, None], 0)
         x = part.projection(torch.cat([part.embed_norm(embedded), part.hidden_norm(hidden)], dim=-1))
-        x, update = part.layer(x, None, self.rotary(batch.positions), attention)
+        x, update = part.layer(x, None, self.rotary(batch.positions), attention, kept)
         return x + update
 
     def recycled(self, states: Tensor, module: int = 0) -> Tensor:

@@ -66,10 +66,12 @@ class HiddenStateProposer(CachedProposer):
     def propose(self, step: DraftStep) -> Tensor | None:
         """First pass over the target's rows, then one row per request and draft."""
         batch = self.followed(step, 1)
-        states = self.head(self.head.first_hidden(step.hidden), batch, self.groups.plan(batch))
+        kept = step.last_rows_of(batch, self.groups)
+        states = self.head(self.head.first_hidden(step.hidden), batch, self.groups.plan(batch), kept=kept)
         if not step.k:
             return None
-        return draft_chain(self, step, states[step.last_rows], step.newest, self.limit(step))
+        current = states[step.last_rows] if kept is None else states
+        return draft_chain(self, step, current, step.newest, self.limit(step))
 
     def outputs(self, states: Tensor) -> DraftOutput:
         """Those of the head."""

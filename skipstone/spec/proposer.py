@@ -17,7 +17,7 @@ from skipstone.core.batch import PAD, Batch, Span
 from skipstone.core.kv_cache import CacheMemory, CacheSpec, KVCache
 from skipstone.core.sequence_table import SequenceTable, SlotRows
 from skipstone.kernels.ops import Ops
-from skipstone.models.base import HiddenStates
+from skipstone.models.base import HiddenStates, Kept
 from skipstone.spec.draft_sampler import DraftSampler
 
 
@@ -132,6 +132,20 @@ class DraftStep:
             spans=[span],
             max_seq_len=self.max_seq_len,
         )
+
+    def last_rows_of(self, batch: Batch, groups: AttentionGroups) -> Kept | None:
+        """The rows that predict the newest tokens, where the batch of all rows has others; one row if nobody drafts."""
+        rows, count = self.last_rows, len(self.last_rows)
+        if count == len(batch.input_ids):
+            return None
+        if count:
+            items = torch.arange(count, device=rows.device) if self.drafting is None else self.drafting
+            seen = (self.newest - 1).clamp(min=PAD)
+        else:
+            rows = items = torch.zeros(1, dtype=torch.int64, device=rows.device)
+            seen, count = torch.full_like(rows, PAD), 1
+        span = Span(slice(0, count), slice(0, count), 1, seen[:, None], batch.block_table[items])
+        return Kept(rows, groups.plan(batch.take(rows, items, [span])))
 
     def sample(self, logits: Tensor, depth: int) -> Tensor:
         """Draft `depth`, from 0, of every request: [D] int64, of logits [D, V]."""
