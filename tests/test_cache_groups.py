@@ -6,14 +6,17 @@ Whatever is wrong is found wherever it stands in the list, and an engine that ca
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
-from oracles.speculation import WAYS, Folders, load
+from oracles.speculation import WAYS, Folders, load, tokens
+from oracles.tiny import TINY, write_folder
 
+from skipstone import SamplingParams
 from skipstone.attention.backend import AttentionGroups, SparseSettings, check_groups
 from skipstone.core.kv_cache import CacheMemory, CacheSpec, CacheTensorSpec, KVCache
-from skipstone.errors import UnsupportedError
+from skipstone.errors import ConfigError, UnsupportedError
 from skipstone.registry import ATTENTION
 
 KV = (CacheTensorSpec("k", 2, 16), CacheTensorSpec("v", 2, 16))
@@ -92,6 +95,22 @@ def test_no_engine_is_built_whose_drafts_a_group_cannot_serve(
     monkeypatch.setattr(ATTENTION.load(backend), "features", frozenset())
     with pytest.raises(UnsupportedError, match=f"with backend '{backend}'"):
         load(folders.target(name, way.modules), folders.spec(way, name, 2))
+
+
+def test_blocks_hold_whole_sparse_blocks_of_both_models(tmp_path: Path) -> None:
+    """Sparse blocks of 8 and of 12 tokens: neither is a multiple of the other."""
+    other = TINY["m3_flat"]()
+    other.text["sparse_attention_config"]["sparse_block_size"] = 12
+    target, draft = write_folder(TINY["m3"](), tmp_path / "m3"), write_folder(other, tmp_path / "draft")
+    llm = load(target, f"draft:{draft}:2", block_size=None)
+    assert llm.engine.caches.block_size == 48
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    texts = [
+        one.generate([tokens(70, 1)], params, progress=False)[0].outputs[0].token_ids for one in (llm, load(target))
+    ]
+    assert texts[0] == texts[1]
+    with pytest.raises(ConfigError, match=r"block_size=16 must be a multiple of 24, .*block 8 and .*'s 12"):
+        load(target, f"draft:{draft}:2", block_size=16)
 
 
 def test_what_stands_in_for_a_backend_can_do_as_much() -> None:

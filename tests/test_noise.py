@@ -9,7 +9,7 @@ import torch
 from oracles.statistics import chi_square, correlation, gumbel_cumulative, kolmogorov_smirnov
 from torch import Tensor
 
-from skipstone.kernels.reference.decode import uniforms
+from skipstone.kernels.reference.decode import coins, uniforms
 from skipstone.kernels.reference.sampling import derive_seed, gumbel_noise
 
 UNLIKELY = 1e-5
@@ -150,3 +150,13 @@ def test_other_draws_are_what_they_have_always_been() -> None:
     expected = [math.exp(-math.exp(-plain_noise(seed ^ 0x1F83D9ABFB41BD6B, 9, 0))) for seed in SEEDS]
     found = uniforms(torch.tensor(SEEDS), torch.full((len(SEEDS),), 9))
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-5, atol=1e-7)
+
+
+def test_the_last_rate_serves_all_further_drafts() -> None:
+    """Coins of simulated acceptance, for more drafts than there are rates."""
+    seeds, positions = torch.arange(200), torch.arange(5) + torch.arange(200)[:, None]
+    for rates, certain in (([1.0], [True] * 5), ([1.0, 0.0], [True, *[False] * 4]), ([0.0, 1.0], [False, *[True] * 4])):
+        kept = coins(seeds, positions, torch.tensor(rates, dtype=torch.float64))
+        assert torch.equal(kept, torch.tensor(certain).expand(200, 5))
+    shares = coins(seeds, positions, torch.tensor([0.9, 0.3], dtype=torch.float64)).double().mean(dim=0)
+    assert shares.tolist() == pytest.approx([0.9, 0.3, 0.3, 0.3, 0.3], abs=0.12)
