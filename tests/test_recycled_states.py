@@ -1,7 +1,4 @@
-"""What draft heads hand on from one draft to the next: states after the head's own norm, or before it, as it was trained.
-
-Computed by hand from the checkpoint's tensors, as are the logits.
-"""
+"""What MTP modules hand on from one draft to the next, computed by hand from the checkpoint's tensors."""
 
 from __future__ import annotations
 
