@@ -284,9 +284,10 @@ class TestFaults:
         assert client.completions.create(model="demo", prompt="a", max_tokens=2).choices
         assert server.get("/health").status_code == 200
 
+    @pytest.mark.parametrize("stream", [False, True])
     @pytest.mark.parametrize(("fault", "status"), [(RequestError("n=3 is no good"), 400), (KeyError("secret"), 500)])
     def test_a_job_of_which_a_part_cannot_be_added_leaves_nothing(
-        self, fault: Exception, status: int, server: Serving, monkeypatch: pytest.MonkeyPatch
+        self, fault: Exception, status: int, stream: bool, server: Serving, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         llm = server.service.llm
         add, given = llm.add, []
@@ -299,7 +300,7 @@ class TestFaults:
 
         monkeypatch.setattr(llm, "add", broken)
         before = llm.stats()["output_tokens"]
-        answer = server.post("/v1/completions", {"prompt": ["a", "b", "c"], "max_tokens": 200})
+        answer = server.post("/v1/completions", {"prompt": ["a", "b", "c"], "max_tokens": 200, "stream": stream})
         assert (answer.status_code, len(given)) == (status, 3)
         assert "secret" not in answer.text
         wait_for(lambda: server.idle)
