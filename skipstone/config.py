@@ -131,7 +131,11 @@ class Option(msgspec.Struct, frozen=True):
             case "integers":
                 return [read_integer(part) for part in text.split(",")]
             case "biases":
-                return {int(token): float(bias) for token, bias in (part.split("=") for part in text.split(","))}
+                pairs = [part.split("=") for part in text.split(",")]
+                biases = {int(token): float(bias) for token, bias in pairs}
+                if len(biases) < len(pairs):
+                    raise ValueError(text)
+                return biases
             case _:
                 return text
 
@@ -188,7 +192,7 @@ def _kind(members: list[msgspec.inspect.Type]) -> tuple[Kind, str]:
         case [msgspec.inspect.ListType()]:
             return "integers", "a list of whole numbers"
         case [msgspec.inspect.DictType()]:
-            return "biases", "a map from token id to number (on the command line ID=BIAS)"
+            return "biases", "a map from token id to number, no id twice (on the command line ID=BIAS)"
         case _:
             raise TypeError(f"no way to read {members} from a flag; extend skipstone.config._kind")
 

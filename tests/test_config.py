@@ -177,6 +177,8 @@ def test_a_variable_for_another_verb_is_no_error() -> None:
         (["demo", "words"], "unexpected argument 'words'; usage: skipstone generate MODEL"),
         (["demo", "--model", "other"], "two models: demo and --model other; keep one"),
         (["--logit-bias", "five"], "logit_bias=five (from --logit-bias) must be a map"),
+        (["--logit-bias", "5=1,6=2,5=3"], "logit_bias=5=1,6=2,5=3 (from --logit-bias) must be a map"),
+        (["--logit-bias", "5=nan", "--logit-bias", "5=3"], "no id twice"),
         (["--top-k"], "argument --top-k: expected one argument; see skipstone generate --help"),
         (
             ["--num-threads", "2000"],

@@ -224,6 +224,7 @@ def test_a_picture(tmp_path: Path) -> None:
         (["--profile", "absent.json"], ["--profile absent.json cannot be read"]),
         (["--output", "/nowhere/table.json"], ["--output /nowhere/table.json", "does not exist"]),
         (["--plot", "/nowhere/a.png"], ["--plot /nowhere/a.png", "does not exist"]),
+        (["--proposers", "eagle3:a,eagle3:b"], ["--proposers eagle3:a,eagle3:b", "two folders"]),
         (["--contexts", "16,99999"], ["--contexts 99999 is too long", "it must be at most"]),
     ],
 )

@@ -64,6 +64,8 @@ def tune(config: EngineConfig, options: TuneOptions) -> TuneReport:
     """Measure and predict, with a progress bar. Raises a SkipstoneError for options that do not fit the model."""
     names = proposer_specs(read_model_info(locate(config.model)), options.proposers)
     specs = {label(spec): spec for spec in names}
+    if len(specs) < len(set(names)):
+        raise ConfigError(f"--proposers {options.proposers}: one proposer with two folders; tune one of them at a time")
     for proposer in options.rates:
         if proposer not in specs:
             raise ConfigError(f"--profile has rates of {proposer!r}, which is not measured; known: {', '.join(specs)}")
