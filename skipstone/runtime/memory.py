@@ -12,7 +12,7 @@ import torch
 from skipstone.config import EngineConfig
 from skipstone.core.batch import FIRST_BLOCK
 from skipstone.core.kv_cache import CacheSpec
-from skipstone.errors import ConfigError
+from skipstone.errors import ConfigError, RequestError
 from skipstone.models.base import ModelConfig
 
 DEFAULT_SHARE = 0.25  # of the free memory for the caches, when nothing else is asked
@@ -32,6 +32,15 @@ class CachePlan:
     max_model_len: int
     bytes_per_token: int
     reason: str
+    advice: str  # what allows longer sequences than max_model_len
+
+    def check_length(self, tokens: int) -> None:
+        """Raise RequestError for a prompt of so many tokens that leaves no room for one more."""
+        if tokens >= self.max_model_len:
+            raise RequestError(
+                f"the prompt has {tokens} tokens, but prompt and output together must fit "
+                f"max_model_len={self.max_model_len}; shorten it ({self.advice})"
+            )
 
 
 def free_memory_bytes(device: torch.device = CPU) -> int:
@@ -122,7 +131,7 @@ def plan_caches(
         blocks = min(fitting, sequences * per_sequence)
         reason = f"{sequences} full sequences" if blocks < fitting else f"{room.share:.0%} of free memory"
     if blocks < per_sequence:
-        if config.max_model_len:
+        if config.max_model_len and blocks:
             raise ConfigError(
                 f"max_model_len={longest} needs {per_sequence} cache blocks of {block_size} tokens but {reason} gives "
                 f"{blocks}; raise it or pass --max-model-len {blocks * block_size}"
@@ -130,4 +139,11 @@ def plan_caches(
         longest = blocks * block_size
     if longest < 1:
         raise ConfigError(f"no cache block of {block_size} tokens fits ({reason}); raise --cache-memory-gb")
-    return CachePlan(block_size, blocks + FIRST_BLOCK, longest, per_token, reason)
+    if longest == model.max_position_embeddings:
+        advice = "the model has no more positions"
+    elif config.max_model_len:
+        advice = "--max-model-len raises it"
+    else:
+        flag = "--num-blocks" if config.num_blocks else "--cache-memory-gb"
+        advice = f"the caches hold no more ({reason}), {flag} raises it"
+    return CachePlan(block_size, blocks + FIRST_BLOCK, longest, per_token, reason, advice)

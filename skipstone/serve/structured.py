@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from skipstone.core.request import SamplingParams
-from skipstone.errors import RequestError, UnsupportedError
+from skipstone.errors import RequestError, UnsupportedError, install_hint
 
 MOST_KEPT = 32
 LONGEST_REASON = 300  # characters of the library's explanation that an error shows
@@ -130,8 +130,9 @@ def _reason(matcher: Any) -> str:
 def _library(name: str) -> Any:
     try:
         import llguidance
-    except ImportError:
-        raise UnsupportedError(f"{name} needs the package llguidance; pip install 'skipstone[structured]'") from None
+    except ImportError as error:
+        hint = install_hint("structured")
+        raise UnsupportedError(f"{name} needs the package llguidance ({error}); run {hint}") from None
     return llguidance
 
 
