@@ -175,4 +175,4 @@ def test_a_fresh_machine(tmp_path: Path) -> None:
     for code in blocks("Use", "python"):
         assert len(shell.run("python -", code)) > 100
     hint = "python -c 'from skipstone.errors import install_hint; print(install_hint(\"serve\"))'"
-    assert "skipstone" in shell.run(f"$({hint}) --dry-run")
+    assert "skipstone" in shell.run(f'eval "$({hint}) --dry-run"')
