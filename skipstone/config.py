@@ -95,13 +95,16 @@ class Option(msgspec.Struct, frozen=True):
         return VARIABLE_PREFIX + self.name.upper()
 
     def check(self, value: object, source: str = "") -> Any:
-        """Return the value in the field's type. Raises ConfigError naming the option, the value and what is allowed."""
+        """Return the value in the field's type; text from a `source` (a flag, a variable, a file) is read first.
+
+        Raises ConfigError naming the option, the value and what is allowed.
+        """
         try:
             if isinstance(value, os.PathLike):
                 value = os.fspath(value)
             if isinstance(value, str) and self.kind == "choice":
                 value = None if self.nullable and value.lower() == "none" else value
-            elif isinstance(value, str) and self.kind not in ("text", "texts"):
+            elif isinstance(value, str) and source and self.kind not in ("text", "texts"):
                 value = self.read(value)
             checked = msgspec.convert(value, self.type, str_keys=True)
             if self.kind == "number" and checked is not None and not math.isfinite(checked):
