@@ -98,13 +98,16 @@ class Option(msgspec.Struct, frozen=True):
         return VARIABLE_PREFIX + self.name.upper()
 
     def check(self, value: object, source: str = "") -> Any:
-        """Return the value in the field's type. Raises ConfigError naming the option, the value and what is allowed."""
+        """Return the value in the field's type; text from a `source` (a flag, a variable, a file) is read first.
+
+        Raises ConfigError naming the option, the value and what is allowed.
+        """
         try:
             if isinstance(value, os.PathLike):
                 value = os.fspath(value)
             if isinstance(value, str) and self.kind == "choice":
                 value = None if self.nullable and value.lower() == "none" else value
-            elif isinstance(value, str) and self.kind not in ("text", "texts"):
+            elif isinstance(value, str) and source and self.kind not in ("text", "texts"):
                 value = self.read(value)
             checked = msgspec.convert(value, self.type, str_keys=True)
             if self.kind == "number" and checked is not None and not math.isfinite(checked):
@@ -134,7 +137,11 @@ class Option(msgspec.Struct, frozen=True):
             case "integers":
                 return [read_integer(part) for part in text.split(",")]
             case "biases":
-                return {int(token): float(bias) for token, bias in (part.split("=") for part in text.split(","))}
+                pairs = [part.split("=") for part in text.split(",")]
+                biases = {int(token): float(bias) for token, bias in pairs}
+                if len(biases) < len(pairs):
+                    raise ValueError(text)
+                return biases
             case _:
                 return text
 
@@ -191,7 +198,7 @@ def _kind(members: list[msgspec.inspect.Type]) -> tuple[Kind, str]:
         case [msgspec.inspect.ListType()]:
             return "integers", "a list of whole numbers"
         case [msgspec.inspect.DictType()]:
-            return "biases", "a map from token id to number (on the command line ID=BIAS)"
+            return "biases", "a map from token id to number, no id twice (on the command line ID=BIAS)"
         case _:
             raise TypeError(f"no way to read {members} from a flag; extend skipstone.config._kind")
 

@@ -79,7 +79,13 @@ class LLM:
     ) -> None:
         if (model is None) == (config is None):
             raise ConfigError("give either a model or a config, not both")
-        self.config = config or make_config(model=str(model), **options)
+        if config is None:
+            options["model"] = model
+        elif not isinstance(config, EngineConfig) or options:
+            raise ConfigError(f"config={config!r:.60} must be an EngineConfig that holds all options; got {options}")
+        else:  # whatever it was made with
+            options = msgspec.structs.asdict(config)
+        self.config = make_config(**options)
         self.folder = locate(self.config.model)
         self.info = read_model_info(self.folder)
         self.tokenizer = Tokenizer(self.folder) if (self.folder / "tokenizer.json").exists() else None

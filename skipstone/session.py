@@ -55,7 +55,7 @@ class Choice:
             index=self.index,
             text=self.text,
             token_ids=self.token_ids,
-            logprobs=None if request.params.logprobs is None else request.logprobs[: len(self.token_ids)],
+            logprobs=None if request.params.logprobs is None else request.logprobs,
             finish_reason=reason,
             stop_reason=self.stop_string if self.stop_string is not None else request.stop_token_id,
             error=request.error,

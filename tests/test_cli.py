@@ -9,6 +9,7 @@ import os
 import pty
 import resource
 import select
+import shlex
 import shutil
 import signal
 import subprocess
@@ -23,7 +24,8 @@ from damage import BAD_CHECKPOINTS, change, truncate
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 
-from skipstone import LLM
+from skipstone import LLM, errors
+from skipstone.errors import install_hint, needing
 from skipstone.serve import cli
 from skipstone.serve.cli import COMMANDS
 from skipstone.tools.checkpoint import examine
@@ -112,6 +114,13 @@ class TestStart:
         assert run("version").out.startswith("skipstone ")
         assert run("--version") == run("version")
 
+    @pytest.mark.parametrize("flag", ["--help", "-h", None])
+    def test_help_of_a_verb_of_two_words(self, run: Callable[..., Result], flag: str | None) -> None:
+        code, out, err = run("bench", *([flag] if flag else []))
+        assert (code, err) == (0 if flag else 2, "")
+        listed = [line.split()[:2] for line in out.splitlines() if line.startswith("  ")]
+        assert listed == [["bench", "kernels"], ["bench", "decode"], ["bench", "serve"]]
+
     def test_print_config_shows_values_and_origins(self, run: Callable[..., Result], model: Path) -> None:
         out = run("generate", model, "--top-k", "5", "--print-config").out.splitlines()
         rows = {line.split(":")[0]: line.split(" # ")[1] for line in out}
@@ -154,6 +163,16 @@ BAD_REQUESTS = {
     "blocks": (["-p", "x", "--num-blocks", "1G"], ["num_blocks=1073741824 makes", "bytes are free"]),
     "context": (["-p", "x", "--max-model-len", "1M"], ["max_model_len=1048576", "lower it"]),
     "long": (["-q", "-p", "x", "-p", "y" * 70, "--max-model-len", "64"], ["-p: the prompt has 70", "max_model_len=64"]),
+    "longer than the model": (
+        ["-q", "-p", "y" * 20_000],
+        ["has 20000", "shorten it (the model has no more positions)"],
+    ),
+    "longer than asked": (["-q", "-p", "y" * 70, "--max-model-len", "64"], ["it (--max-model-len raises it)"]),
+    "longer than caches": (["-q", "-p", "y" * 70, "--num-blocks", "2"], ["no more (num_blocks), --num-blocks raises"]),
+    "no cache": (
+        ["-q", "-p", "x", "--cache-memory-gb", "1e-9", "--max-model-len", "64"],
+        ["no cache block of", "raise"],
+    ),
 }
 
 
@@ -397,6 +416,29 @@ class TestOutput:
         assert done.returncode == 0 and "loading" not in done.stdout
 
 
+class TestInput:
+    """A standard input that is closed or not open for reading: one line, or an end of input."""
+
+    @pytest.mark.parametrize("stdin", ["<&-", "0>/dev/null"])
+    @pytest.mark.parametrize("verb", ["generate", "trace"])
+    def test_it_is_named(self, model: Path, verb: str, stdin: str) -> None:
+        command = " ".join([*SKIPSTONE, verb, str(model), "-", stdin])
+        done = subprocess.run(["sh", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=120)
+        assert (done.returncode, done.stdout) == (2, "")
+        words = "the prompt is empty" if stdin == "<&-" else "standard input cannot be read: "
+        assert words in done.stderr and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+    def test_chat_without_one_ends_at_once(
+        self, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(sys, "stdin", None)
+        assert cli.run(["chat", str(model), "-q"]) == 0
+        with open(os.open(os.devnull, os.O_WRONLY)) as unreadable:
+            monkeypatch.setattr(sys, "stdin", unreadable)
+            assert cli.run(["chat", str(model), "-q"]) == 2
+        assert "standard input cannot be read: Bad file descriptor" in capsys.readouterr().err
+
+
 class TestChat:
     def test_turns_and_commands_over_a_pipe(self, run: Callable[..., Result], model: Path) -> None:
         lines = "hello\n\n/help\n/what\nagain\n/reset\nhello\n/exit\nnever\n"
@@ -529,3 +571,46 @@ def test_a_terminal_gets_a_table_and_a_stream(model: Path) -> None:
     shown = read_terminal(ours).decode()
     assert program.wait(60) == 0
     assert "│ model" in shown and "sampling: temperature=0.0 (--temperature)" in shown
+
+
+SERVE, RAY, BENCH = ("serve", "demo", "--port", "0"), ("serve", "demo", "--port", "0", "--ray"), ("bench", "serve")
+WANTED = [  # a package, whether it is there and broken, what wants it, the extra
+    *((package, False, SERVE, "serve") for package in ("starlette", "uvloop", "httptools", "prometheus_client")),
+    ("uvicorn", True, SERVE, "serve"),
+    ("ray", False, RAY, "serve,ray"),
+    ("httpx", False, BENCH, "bench"),
+]
+
+
+class TestMissingPackages:
+    """What is absent, or there and broken, is named with a line that installs it; the model is not loaded before."""
+
+    def test_it_is_named(self, tmp_path: Path) -> None:
+        """Each package in a process that has imported torch alone."""
+        script = f"""
+import os, sys, torch
+for package, broken, words, _ in {WANTED!r}:
+    if not (child := os.fork()):
+        if broken:
+            open(f"{tmp_path}/{{package}}.py", "w").write("import absent")
+            sys.path.insert(0, "{tmp_path}")
+        else:
+            sys.modules[package] = None
+        from skipstone.serve.cli import run
+        os._exit(run(words))
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+        done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
+        assert done.stdout.split() == ["2"] * len(WANTED), done.stderr
+        for (package, broken, _, extra), line in zip(WANTED, done.stderr.splitlines(), strict=True):
+            assert f" needs the package {'absent' if broken else package} (" in line
+            assert line.startswith("error: ") and line.endswith(f"; run {install_hint(extra)}")
+
+    def test_a_fault_of_ours_is_none_of_theirs(self) -> None:
+        with pytest.raises(ImportError), needing("serve", "serve"):
+            from skipstone.serve import nothing_of_that_name  # noqa: F401
+
+    def test_the_hint(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert install_hint("serve") == shlex.join([sys.executable, "-m", "pip", "install", "-e", f"{ROOT}[serve]"])
+        monkeypatch.setattr(errors, "__file__", "/usr/lib/site-packages/skipstone/errors.py")
+        assert install_hint("serve") == shlex.join([sys.executable, "-m", "pip", "install", "skipstone[serve]"])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from skipstone import LLM
 from skipstone.config import EngineConfig, make_config, options_of, read_integer
 from skipstone.core.request import SamplingParams
 from skipstone.errors import ConfigError
@@ -29,6 +31,8 @@ def settings(*arguments: str, environ: dict[str, str] | None = None, verb: str =
         ({"max_num_seqs": True}, "max_num_seqs=True must be a whole number of at least 1"),
         ({"max_num_seqs": None}, "max_num_seqs=None must be a whole number of at least 1"),
         ({"exact": "maybe"}, "exact='maybe' must be true or false"),
+        ({"max_num_seqs": "3"}, "max_num_seqs='3' must be a whole number of at least 1"),
+        ({"max_model_len": "auto"}, "max_model_len='auto' must be a whole number of at least 1 or none"),
         ({"dtype": "float64"}, "dtype='float64' must be one of auto, bfloat16, float32"),
         ({"cache_memory_gb": math.nan}, "cache_memory_gb=nan must be a number above 0 or none"),
         ({"cache_memory_gb": -1}, "cache_memory_gb=-1 must be a number above 0 or none"),
@@ -40,6 +44,31 @@ def test_a_bad_option_is_named_with_what_is_allowed(options: dict[str, Any], mes
     with pytest.raises(ConfigError) as caught:
         make_config(**{"model": "demo"} | options)
     assert str(caught.value) == message
+
+
+WRONG = {  # by kind: text that a flag may have, and things of other types
+    "flag": ["true", "off", 1, 0.0, [], None],
+    "integer": ["3", "64K", "none", 2.5, True, [3], {}],
+    "number": ["2.5", "none", True, [2.5], {}],
+    "choice": [1, True, ["auto"], b"auto"],
+    "text": [1, True, ["a"], b"demo", {}],
+}
+
+
+@pytest.mark.parametrize("name", options_of(EngineConfig))
+def test_from_python_a_value_of_another_type_is_refused_by_name(name: str) -> None:
+    for value in WRONG[options_of(EngineConfig)[name].kind]:
+        made = EngineConfig(**{"model": "demo"} | {name: value})  # type: ignore[arg-type]
+        for options in ({"config": made}, {"model": "demo"} | {name: value}):
+            with pytest.raises(ConfigError, match=rf"^{name}={re.escape(repr(value))} must be "):
+                LLM(**options)  # type: ignore[arg-type]
+
+
+def test_a_config_is_an_engine_config_and_holds_everything() -> None:
+    with pytest.raises(ConfigError, match="must be an EngineConfig"):
+        LLM(config={"model": "demo"})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"holds all options; got \{'max_num_seqs': 3\}"):
+        LLM(config=make_config(model="demo"), max_num_seqs=3)
 
 
 def test_an_unknown_option_without_a_near_one_lists_all() -> None:
@@ -177,6 +206,8 @@ def test_a_variable_for_another_verb_is_no_error() -> None:
         (["demo", "words"], "unexpected argument 'words'; usage: skipstone generate MODEL"),
         (["demo", "--model", "other"], "two models: demo and --model other; keep one"),
         (["--logit-bias", "five"], "logit_bias=five (from --logit-bias) must be a map"),
+        (["--logit-bias", "5=1,6=2,5=3"], "logit_bias=5=1,6=2,5=3 (from --logit-bias) must be a map"),
+        (["--logit-bias", "5=nan", "--logit-bias", "5=3"], "no id twice"),
         (["--top-k"], "argument --top-k: expected one argument; see skipstone generate --help"),
         (
             ["--num-threads", "2000"],

@@ -448,6 +448,12 @@ def layer(key: str, value: object) -> Callable[[dict], object]:
     return lambda config: config["transformer_layer_config"].update({key: value})
 
 
+def twice(t: dict[str, Tensor]) -> None:
+    """The second draft token is the first one again, and nothing says which tokens are drafted."""
+    del t["t2d"]
+    t["d2t"][1] = t["d2t"][0] - 1
+
+
 def key(name: str, value: object) -> Callable[[dict], object]:
     """A change of one key."""
     return lambda config: config.update({name: value})
@@ -466,6 +472,7 @@ def option(name: str, value: object) -> Callable[[dict], object]:
 DAMAGES = {
     "no lm_head": Damage("eagle3", nothing, lambda t: t.pop("lm_head.weight"), "lack lm_head.weight.*draft_vocab_size"),
     "no d2t": Damage("eagle3", nothing, lambda t: t.pop("d2t"), "draft_vocab_size=96.*vocab_size=128.*d2t"),
+    "d2t names a token twice": Damage("eagle3", nothing, twice, "d2t does not hold offsets.* to different tokens"),
     "d2t holds ids": Damage("eagle3", nothing, absolute, "d2t does not hold offsets"),
     "no embedding": Damage(
         "eagle3_wide", nothing, lambda t: t.pop("embed_tokens.weight"), "hidden_size=48.*target's 64.*embed_tokens"

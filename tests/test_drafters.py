@@ -531,3 +531,19 @@ class TestSensitivity:
             lengths[sampling] = llm.engine.scheduler.stats.speculation.acceptance_length
         assert texts[0] == texts[1]
         assert lengths["coupled"] > lengths["independent"] + 0.2
+
+
+def test_a_right_prediction_is_drafted_from_the_first_token_on(folders: Folders) -> None:
+    """Nothing of the text stands in the prompt."""
+    llm = load(folders.target("m3"), "ngram:3")
+    prompt, params = tokens(4, 1), SamplingParams(temperature=1.0, seed=3, max_tokens=21, ignore_eos=True)
+    text = llm.generate([prompt], params, progress=False)[0].outputs[0].token_ids
+    accepted = []
+    for prediction in ([], text):
+        session = llm.add(prompt, params, prediction)
+        while llm.engine.has_work:
+            llm.step()
+        (choice,) = session.output().outputs
+        assert choice.token_ids == text
+        accepted.append(choice.speculation.accepted)
+    assert accepted[0] < accepted[1] == 15  # five steps of three drafts and a token of their own

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -268,11 +269,30 @@ def test_combinations_that_are_refused() -> None:
 
 @pytest.mark.usefixtures("without_numba")
 def test_a_machine_without_numba() -> None:
-    with pytest.raises(UnsupportedError, match=r"kernels='numba' and device='cpu'.*not installed.*skipstone\[cpu\]"):
+    with pytest.raises(
+        UnsupportedError, match=r"kernels='numba' and device='cpu'.*not installed; run .*pip install.*\[cpu\]"
+    ):
         choose_ops(CPU, "numba")
     choice = choose_ops(CPU, "auto")
     assert choice.ops.is_reference and "numba is not installed" in choice.reason
     assert {(kind, reason) for _, kind, reason in list_ops(CPU)} == {("reference", choice.reason)}
+
+
+@pytest.mark.parametrize("package", ["numba", "triton"])
+def test_a_package_that_is_there_and_cannot_be_imported(
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Numba beside a NumPy that is too new: plain torch runs, and the reason is told."""
+    (tmp_path / f"{package}.py").write_text("raise SystemError('needs an\\nolder NumPy')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, package, raising=False)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    reason = f"the package {package} cannot be imported: needs an older NumPy"
+    with pytest.raises(UnsupportedError, match=f"kernels='{package}' and device='cpu'.*{reason}"):
+        choose_ops(CPU, package)  # type: ignore[arg-type]
+    choice = choose_ops(CPU, "auto")
+    assert choice.ops.is_reference == (package == "numba") and (reason in choice.reason) == (package == "numba")
+    assert choose_ops(CPU, "reference").ops.is_reference
 
 
 def test_doctor_says_what_each_op_is_made_of() -> None:

@@ -7,6 +7,7 @@ log-probability of that position (`relative_error`). Both sides compute in float
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import torch
 from oracles.flaws import INDEX_FLAWS, MODEL_FLAWS, Flaw
 from oracles.reference import Reference, relative_error
 from oracles.sampling import Row, process
-from oracles.tiny import EOS, VOCAB, Tiny
+from oracles.tiny import EOS, TINY, VOCAB, Tiny, write_folder
 from torch import Tensor
 
 from skipstone import LLM, SamplingParams
@@ -223,3 +224,60 @@ def test_inexact_mode_is_close(name: str, folder: Callable[[str], Path], expecte
     order = [40, LONG, 150, 5]
     for length, got in zip(order, engine_logprobs(llm, [random_prompt(n) for n in order]), strict=True):
         assert relative_error(got, expected(name, length)).max() < TOLERANCE, length
+
+
+def written(tiny: Tiny, folder: Path, scales: dict[str, float], rope: dict[str, float | None] | None = None) -> Tiny:
+    """Write the checkpoint with tensors multiplied whose name holds a key of `scales`, and other YaRN keys.
+
+    None removes a key.
+    """
+    tensors = {
+        name: tensor * next((factor for part, factor in scales.items() if part in name), 1.0)
+        for name, tensor in tiny.tensors.items()
+    }
+    config = dict(tiny.config)
+    if rope is not None:
+        yarn = config["rope_scaling"] | rope
+        config["rope_scaling"] = {key: value for key, value in yarn.items() if value is not None}
+    changed = replace(tiny, tensors=tensors, config=config)
+    write_folder(changed, folder)
+    return changed
+
+
+def check_agreement(tiny: Tiny, folder: Path, length: int = 40) -> None:
+    """The engine and the reference on that folder."""
+    prompt = random_prompt(length)
+    (got,) = engine_logprobs(load(folder), [prompt])
+    assert relative_error(got, Reference(tiny, folder).logprobs(prompt)).max() < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("dsa", ["q_a_proj"]), ("dsa", ["kv_a_proj_with_mqa"]), ("dsa", ["indexer.wk"]), ("dsa", ["embed_tokens"]),
+        ("dsa", ["embed_tokens", "o_proj", "down_proj"]), ("m3", [".q_proj"]), ("m3", [".k_proj"]),
+        ("m3", ["index_k_proj"]), ("m3", ["embed_tokens"]), ("m3", ["embed_tokens", "o_proj", "down_proj", ".w2."]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_every_norm_adds_its_epsilon(name: str, parts: list[str], tiny: Callable, tmp_path: Path) -> None:
+    """Inputs of a norm so small that the number that keeps it from dividing by zero decides."""
+    check_agreement(written(tiny(name), tmp_path, dict.fromkeys(parts, 1e-3)), tmp_path)
+
+
+@pytest.mark.parametrize(("mscale", "all_dim"), [(0.7, 1.3), (1.3, 0.7)])
+def test_yarn_amplitudes(mscale: float, all_dim: float, tiny: Callable, tmp_path: Path) -> None:
+    """Cosines and sines are multiplied by one ratio, the softmax scale by another, and the indexer sees the first."""
+    rope = {"mscale": mscale, "mscale_all_dim": all_dim}
+    check_agreement(written(tiny("dsa"), tmp_path, {}, rope), tmp_path)
+
+
+def test_yarn_without_amplitudes(tmp_path: Path) -> None:
+    """Scores of rotated dims grow by 0.1 ln(factor) + 1 squared, wherever the two factors are put."""
+    model = TINY["dsa"]()
+    nope, rope = model.config["qk_nope_head_dim"], model.config["qk_rope_head_dim"]
+    for name, tensor in model.tensors.items():
+        if "q_b_proj" in name:  # no score comes of dims that are not rotated
+            tensor.view(-1, nope + rope, tensor.shape[1])[:, :nope] = 0
+    absent = written(model, tmp_path, {}, {"mscale": None, "mscale_all_dim": None})
+    check_agreement(absent, tmp_path, length=model.budget)

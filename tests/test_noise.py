@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from oracles.statistics import chi_square, correlation, gumbel_cumulative, kolmogorov_smirnov
 from torch import Tensor
 
+from skipstone.kernels.reference.decode import coins, uniforms
 from skipstone.kernels.reference.sampling import derive_seed, gumbel_noise
 
 UNLIKELY = 1e-5
+
+
+def mix(value: int) -> int:
+    """David Stafford's variant 13 of MurmurHash3's finalizer, on whole numbers below 2^64."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        value = (value ^ (value >> shift)) * factor % 2**64
+    return value ^ (value >> 31)
+
+
+def plain_noise(seed: int, position: int, token: int) -> float:
+    """One value by its definition. A seed's text is the same in every release as long as this holds."""
+    row = mix((mix(seed ^ 0x6A09E667F3BCC908) + position) % 2**64)
+    bits = mix(row ^ mix(token + 1)) >> 12
+    return -math.log(-math.log((bits + 0.5) / 2**52))
 
 
 def by(what: str, count: int, vocab: int, start: int = 0) -> Tensor:
@@ -113,3 +130,33 @@ def test_seeds_of_choices() -> None:
     noise = gumbel_noise(torch.tensor([derive_seed(7, c) for c in range(64)]), torch.full((64,), 3), 2000)
     related = torch.corrcoef(noise.double()).fill_diagonal_(0).abs().max() * 2000**0.5
     assert related < 5
+
+
+SEEDS = [0, 1, 77, 2**31, 2**53 + 1, 2**63 - 1]
+
+
+def test_the_noise_is_what_it_has_always_been() -> None:
+    rows = [(seed, position) for seed in SEEDS for position in (0, 1, 4095, 2**31)]
+    seeds, positions = torch.tensor(rows).unbind(1)
+    expected = [[plain_noise(*row, token) for token in range(40)] for row in rows]
+    torch.testing.assert_close(gumbel_noise(seeds, positions, 40), torch.tensor(expected), rtol=1e-6, atol=1e-6)
+
+
+def test_other_draws_are_what_they_have_always_been() -> None:
+    """Seeds of further choices, and the coins of simulated acceptance: streams of their own."""
+    for seed in SEEDS:
+        derived = [mix((mix(seed ^ 0x3B67AE8584CAA73B) + choice) % 2**64) % 2**63 for choice in range(1, 6)]
+        assert [derive_seed(seed, choice) for choice in range(6)] == [seed, *derived]
+    expected = [math.exp(-math.exp(-plain_noise(seed ^ 0x1F83D9ABFB41BD6B, 9, 0))) for seed in SEEDS]
+    found = uniforms(torch.tensor(SEEDS), torch.full((len(SEEDS),), 9))
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-5, atol=1e-7)
+
+
+def test_the_last_rate_serves_all_further_drafts() -> None:
+    """Coins of simulated acceptance, for more drafts than there are rates."""
+    seeds, positions = torch.arange(200), torch.arange(5) + torch.arange(200)[:, None]
+    for rates, certain in (([1.0], [True] * 5), ([1.0, 0.0], [True, *[False] * 4]), ([0.0, 1.0], [False, *[True] * 4])):
+        kept = coins(seeds, positions, torch.tensor(rates, dtype=torch.float64))
+        assert torch.equal(kept, torch.tensor(certain).expand(200, 5))
+    shares = coins(seeds, positions, torch.tensor([0.9, 0.3], dtype=torch.float64)).double().mean(dim=0)
+    assert shares.tolist() == pytest.approx([0.9, 0.3, 0.3, 0.3, 0.3], abs=0.12)

@@ -279,6 +279,25 @@ def test_a_coin_near_one_drops_what_the_target_likes_less(rule: str) -> None:
     assert int(token_ids[1, 0]) == 1
 
 
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_the_whole_block_is_kept_below_its_joint_probability(count: int) -> None:
+    """All of m drafts pass when the last one's coin is below the capped product of the ratios, whatever the others."""
+    drafts = draw_step(make_tables("stochastic", 4, 3, 91), 400, 92)
+    step = drafts._replace(draft_token_ids=drafts.draft_token_ids.masked_fill(torch.arange(3) >= count, PAD))
+    joint = torch.ones(400, dtype=torch.float64)
+    for place in range(count):
+        laws = (step.target_probs[:, place].double(), step.draft_probs[:, place].double())
+        target, draft = (law.gather(1, drafts.draft_token_ids[:, place, None])[:, 0] for law in laws)
+        joint = (joint * target / draft).clamp(max=1.0)
+    assert 0.2 < float((joint < 1).double().mean()) < 1
+    for factor, kept in ((1 - 1e-5, True), (1 + 1e-5, False)):
+        coins = torch.ones(400, 3, dtype=torch.float64)
+        coins[:, count - 1] = joint * factor
+        accepted = block_verify(*step._replace(uniforms=coins))[1]
+        uncertain = joint < 1 if not kept else joint > 0
+        assert bool(((accepted == count) == kept)[uncertain].all())
+
+
 @both_rules
 def test_a_residual_lost_to_rounding_still_gives_a_possible_token(rule: str) -> None:
     """The laws differ by less than they should, so that a draft can be rejected with nothing left to draw from."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,19 @@ class TestEnds:
             choice = run(llm, temperature=0.0, ignore_eos=True, max_tokens=count)
             assert (list(choice.token_ids), choice.finish_reason) == (text[:count], "length")
 
+    def test_who_says_what_ends_a_text(self, folder: Callable[[str], Path], tmp_path: Path) -> None:
+        """generation_config.json; config.json where that has no such key, or where there is none."""
+        shutil.copytree(folder("dsa"), tmp_path / "model")
+        file = tmp_path / "model" / "generation_config.json"
+        for text, ends in (('{"eos_token_id": [7, 9]}', {7, 9}), ("{}", {EOS}), (None, {EOS})):
+            file.unlink(missing_ok=True)
+            if text is not None:
+                file.write_text(text)
+            llm = LLM(model=str(tmp_path / "model"), dtype="float32", num_blocks=10)
+            for token in sorted(ends | {7, EOS}):
+                choice = run(llm, logit_bias={token: 100.0}, max_tokens=3)
+                assert (len(choice.token_ids) == 1) == (choice.finish_reason == "stop") == (token in ends)
+
     @pytest.mark.parametrize(("length", "asked"), [(CONTEXT - 1, None), (CONTEXT - 6, None), (CONTEXT - 6, 50)])
     def test_context(self, llm: LLM, length: int, asked: int | None) -> None:
         choice = run(llm, [7] * length, temperature=0.0, ignore_eos=True, max_tokens=asked)
@@ -119,6 +133,15 @@ class TestEnds:
         assert [len(out.outputs[0].token_ids) for out in outs] == [29, 22, 12, 1]
         with pytest.raises(RequestError, match="32"):
             run(llm, [5] * 32)
+
+    def test_choices_have_seeds_of_their_own(self, llm: LLM) -> None:
+        """The first is that of one choice alone; no other is that of a neighbouring seed."""
+        settings = {"temperature": 2.0, "max_tokens": 8, "ignore_eos": True}
+        (out,) = llm.generate([PROMPT], SamplingParams(n=4, seed=5, **settings), progress=False)
+        texts = [tuple(choice.token_ids) for choice in out.outputs]
+        alone = [tuple(run(llm, **settings, seed=seed).token_ids) for seed in range(5, 9)]
+        assert texts[0] == alone[0]
+        assert len({*texts, *alone}) == 7
 
     def test_choices_end_on_their_own(self, llm: LLM) -> None:
         params = SamplingParams(n=6, seed=5, max_tokens=40, logit_bias={EOS: 4.0})

@@ -267,6 +267,16 @@ def test_token_logprobs() -> None:
             assert top_logprobs[i].tolist() == pytest.approx([exact[t] for t in order], abs=1e-5)
 
 
+@pytest.mark.parametrize("settings", [{}, {"top_p": 0.9}, {"top_k": 4}, {"min_p": 0.5}], ids=str)
+def test_scores_that_grow_beyond_every_number(settings: dict) -> None:
+    """Divided by a low temperature they overflow; what rows are drawn from is a law all the same."""
+    logits = random_logits(18, 2)
+    logits[:, [7, 30]] = 2e38
+    law = process_logits(logits, to_rows([Row(temperature=0.1, **settings)] * 2)).softmax(dim=1)
+    assert law.nonzero().tolist() == [[row, token] for row in (0, 1) for token in (7, 30)]
+    assert law.sum(dim=1).tolist() == [1.0, 1.0]
+
+
 def test_no_numbers_at_all() -> None:
     """NaN and infinite logits choose a token of the vocabulary, and do not disturb other rows."""
     logits = random_logits(17, 6)

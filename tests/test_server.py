@@ -127,6 +127,16 @@ class TestCompletions:
         assert answer.usage is not None and answer.usage.completion_tokens == 16
         assert answer.choices[0].finish_reason == "length"
 
+    def test_an_end_of_text_is_named_only_to_those_who_asked_for_it(self, client: openai.OpenAI, oracle: LLM) -> None:
+        (end, *_) = sorted(oracle.eos_token_ids)
+        for asked, named in (({}, None), ({"stop_token_ids": [end]}, end)):
+            answer = client.completions.create(
+                model="demo", prompt=PROMPT, logit_bias={str(end): 100}, max_tokens=5, extra_body=asked
+            )
+            choice = answer.choices[0]
+            assert choice.model_extra is not None
+            assert (choice.text, choice.finish_reason, choice.model_extra["stop_reason"]) == ("", "stop", named)
+
     def test_several_choices(self, client: openai.OpenAI, oracle: LLM) -> None:
         expected = oracle.generate([PROMPT], params(oracle, n=3, max_tokens=8, seed=3), progress=False)[0].outputs
         answer = client.completions.create(model="demo", prompt=PROMPT, n=3, max_tokens=8, seed=3)
@@ -309,7 +319,11 @@ class TestSpeculation:
         assert found["mean_acceptance_length"] == pytest.approx(
             1 + found["num_accepted_draft_tokens"] / found["num_spec_steps"]
         )
-        assert origins[0] == "target" and {"recovered", "bonus"} & set(origins)
+        expected = ["target"]
+        for drafted, accepted in zip(found["per_step_drafted"], found["per_step_accepted"], strict=True):
+            expected += ["accepted"] * accepted + ["bonus" if accepted == drafted else "recovered"]
+        assert {"recovered", "bonus"} <= set(expected)
+        assert origins == [*expected, *["target"] * 40][:40]
 
     def test_a_stream_says_the_same(self, client: openai.OpenAI) -> None:
         extra = {"return_token_origins": True, "ignore_eos": True}
@@ -372,6 +386,7 @@ BAD: dict[str, tuple[dict[str, Any], str, str, str]] = {  # fields, param, code,
     "empty stop": ({"stop": [""]}, "stop[0]", "invalid_value", ">= 1"),
     "bias key": ({"logit_bias": {"x": 1}}, "logit_bias", "invalid_value", "token ids"),
     "bias id": ({"logit_bias": {"999999": 1}}, "logit_bias", "invalid_value", "999999"),
+    "bias twice": ({"logit_bias": {"5": 1, "05": 2}}, "logit_bias", "invalid_value", "twice"),
     "bias value": ({"logit_bias": {"1": 7, "5": 101}}, "logit_bias", "invalid_value", 'logit_bias["5"]=101 is not'),
     "bias type": ({"logit_bias": {"5": "x"}}, "logit_bias", "invalid_type", 'logit_bias["5"]="x" is not'),
     "min_tokens": ({"extra_body": {"min_tokens": 99}}, "min_tokens", "invalid_value", "max_tokens=4"),

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -24,8 +25,8 @@ import pytest
 from serving import LONG, Serving, serving, wait_for
 
 from skipstone import LLM, SamplingParams
-from skipstone.errors import ConfigError
-from skipstone.serve import server_log
+from skipstone.errors import ConfigError, RequestError
+from skipstone.serve import engine_thread, generation, server_log
 from skipstone.serve.cli import load_command
 from skipstone.serve.cli_options import Parser, resolve
 from skipstone.serve.cli_serve import listen
@@ -141,6 +142,24 @@ class TestLimits:
             stream.close()
         waiting.join(30)
         assert client.completions.create(model="demo", prompt="a", max_tokens=1).choices
+
+    def test_the_advice_when_to_come_back_follows_what_requests_took(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """By a clock under which an answer takes minutes."""
+        clock = SimpleNamespace(perf_counter=lambda: 10_000 * time.perf_counter())
+        for module in (engine_thread, generation):
+            monkeypatch.setattr(module, "time", clock)
+        with serving(server={"max_queue": 0}, max_num_seqs=1) as server:
+            client, waits = server.client(), []
+            for _ in range(2):
+                (stream,) = long_streams(server, client, 1)
+                with pytest.raises(openai.RateLimitError) as raised:
+                    client.completions.create(model="demo", prompt="a", max_tokens=1)
+                waits.append(int(raised.value.response.headers["retry-after"]))
+                stream.close()
+                wait_for(lambda: server.idle)
+                client.completions.create(model="demo", prompt=PROMPT, max_tokens=20)
+                wait_for(lambda: server.idle)
+        assert waits[0] == 1 and 5 <= waits[1] <= 60
 
     def test_more_choices_than_ever_fit(self, server: Serving) -> None:
         with pytest.raises(openai.BadRequestError, match="4 texts are more than the 3"):
@@ -264,6 +283,29 @@ class TestFaults:
         wait_for(lambda: server.idle)
         assert client.completions.create(model="demo", prompt="a", max_tokens=2).choices
         assert server.get("/health").status_code == 200
+
+    @pytest.mark.parametrize("stream", [False, True])
+    @pytest.mark.parametrize(("fault", "status"), [(RequestError("n=3 is no good"), 400), (KeyError("secret"), 500)])
+    def test_a_job_of_which_a_part_cannot_be_added_leaves_nothing(
+        self, fault: Exception, status: int, stream: bool, server: Serving, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        llm = server.service.llm
+        add, given = llm.add, []
+
+        def broken(prompt: Any, *rest: Any) -> Any:
+            given.append(prompt)
+            if len(given) == 3:
+                raise fault
+            return add(prompt, *rest)
+
+        monkeypatch.setattr(llm, "add", broken)
+        before = llm.stats()["output_tokens"]
+        answer = server.post("/v1/completions", {"prompt": ["a", "b", "c"], "max_tokens": 200, "stream": stream})
+        assert (answer.status_code, len(given)) == (status, 3)
+        assert "secret" not in answer.text
+        wait_for(lambda: server.idle)
+        assert llm.stats()["output_tokens"] == before
+        assert server.client().completions.create(model="demo", prompt="a", max_tokens=2).choices
 
     def test_an_engine_that_goes_on_failing_is_given_up(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with serving() as server:

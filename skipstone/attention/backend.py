@@ -180,8 +180,9 @@ class AttentionGroups:
         exact: bool,
         ops: Ops | None = None,
     ) -> None:
+        """Raises UnsupportedError for a group with two backends, and for a layer with two groups of one kind."""
         self.cache = cache
-        names = {spec.group: spec.backend for spec in specs}
+        names = _backend_names(specs)
         paged = ATTENTION.load("msa_aiter").choose
         names, self.ops = paged(names, specs, cache, sparse, exact, ops or load_ops("reference"))
         self.backends: dict[str, GroupBackend] = {
@@ -191,10 +192,16 @@ class AttentionGroups:
         for spec in specs:
             backend, groups = self.backends[spec.group], self.layers.get(spec.layer, LayerGroups())
             if isinstance(backend, IndexBackend):
-                self.layers[spec.layer] = groups._replace(index_group=spec.group, indexer=backend)
+                taken, own = groups.index_group, groups._replace(index_group=spec.group, indexer=backend)
             else:
                 assert isinstance(backend, AttentionBackend)
-                self.layers[spec.layer] = groups._replace(group=spec.group, attend=backend)
+                taken, own = groups.group, groups._replace(group=spec.group, attend=backend)
+            if taken:
+                raise UnsupportedError(
+                    f"layer {spec.layer} has two cache groups that do the same, {taken!r} and {spec.group!r}; give a "
+                    "layer one group that attends and at most one that selects"
+                )
+            self.layers[spec.layer] = own
 
     def plan(self, batch: Batch) -> AttentionStep:
         """Metadata of every group for the batch's rows."""
@@ -207,17 +214,30 @@ class AttentionGroups:
         return AttentionStep(per_group, per_layer)
 
 
+def _backend_names(specs: Iterable[CacheSpec]) -> dict[str, str]:
+    """The backend of every group."""
+    names: dict[str, str] = {}
+    for spec in specs:
+        other = names.setdefault(spec.group, spec.backend)
+        if other != spec.backend:
+            raise UnsupportedError(
+                f"cache group {spec.group!r} is given two backends, {other!r} and {spec.backend!r}; give layers with "
+                "another backend a group of their own"
+            )
+    return names
+
+
 def check_groups(specs: Iterable[CacheSpec], needed: Feature, proposer: str) -> None:
-    """Check every cache group of draft layers against what the proposer's loop does with its metadata.
+    """Check every layer of a draft's cache groups against what the proposer's loop does with its metadata.
 
     Raises UnsupportedError that lists every group that cannot serve, its backend, and the backends that can; the
     answer does not depend on the order of layers or groups.
     """
-    names = {spec.group: spec.backend for spec in specs}
-    offending = sorted(g for g, name in names.items() if needed not in ATTENTION.load(name).features)
+    names = sorted({(spec.group, spec.backend) for spec in specs})
+    offending = [(group, name) for group, name in names if needed not in ATTENTION.load(name).features]
     if offending:
         able = ", ".join(sorted(name for name in ATTENTION.entries if needed in ATTENTION.load(name).features))
-        listed = "; ".join(f"group {group!r} with backend {names[group]!r}" for group in offending)
+        listed = "; ".join(f"group {group!r} with backend {name!r}" for group, name in offending)
         raise UnsupportedError(
             f"proposer {proposer!r} needs attention metadata with {needed!r}, which is missing in {listed}; "
             f"backends that have it: {able}. Use another proposer or spec=off"

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from skipstone.core.batch import FIRST_BLOCK
+from skipstone.errors import UnsupportedError
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class KVCache:
     """The tensors of all layers, zero at first; the first two blocks have special roles, see `core.batch`."""
 
     def __init__(self, specs: list[CacheSpec], memory: CacheMemory) -> None:
+        """Raises UnsupportedError for a layer with two tensors of one name."""
         num_blocks, block_size, dtype, device = memory
         self.block_size = block_size
         self.num_blocks = num_blocks
@@ -64,6 +66,8 @@ class KVCache:
         for spec in specs:
             tensors = self.layers.setdefault(spec.layer, {})
             for t in spec.tensors:
+                if t.name in tensors:
+                    raise UnsupportedError(f"layer {spec.layer} caches {t.name!r} in two groups; rename one of them")
                 shape = (num_blocks, t.heads, block_size, t.width)
                 tensors[t.name] = torch.zeros(shape, dtype=t.dtype or dtype, device=device)
 

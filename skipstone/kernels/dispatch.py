@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from skipstone.config import Kernels
-from skipstone.errors import ConfigError, UnsupportedError
+from skipstone.errors import ConfigError, UnsupportedError, install_hint
 from skipstone.kernels.ops import OP_NAMES, Implementation, Ops, implementation_of, load_ops
 
 CPU = torch.device("cpu")
@@ -66,6 +66,18 @@ def triton_refusal(device: torch.device) -> str | None:
         return "the package triton is not installed"
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return "on a CPU they run in Triton's interpreter only, which TRITON_INTERPRET=1 turns on"
+    return _broken("triton")
+
+
+def _broken(package: str) -> str | None:
+    """Why a package that is there cannot be imported; None: it can."""
+    try:
+        if package == "numba":
+            import numba  # noqa: F401
+        else:
+            import triton  # noqa: F401
+    except Exception as error:  # whatever a package finds wrong with the versions beside it
+        return f"the package {package} cannot be imported: {' '.join(str(error).split())}"
     return None
 
 
@@ -80,8 +92,8 @@ def numba_refusal(device: torch.device, dtype: torch.dtype) -> str | None:
     if dtype != torch.float32:
         return f"they compute in float32, not in {_name(dtype)}"
     if importlib.util.find_spec("numba") is None:
-        return "the package numba is not installed, pip install 'skipstone[cpu]'"
-    return None
+        return f"the package numba is not installed; run {install_hint('cpu')}"
+    return _broken("numba")
 
 
 def choose_ops(
@@ -98,13 +110,15 @@ def choose_ops(
 
 
 def _choose(device: torch.device, kernels: Kernels, dtype: torch.dtype) -> Choice:
-    refusals = {"triton": triton_refusal(device), "numba": numba_refusal(device, dtype)}
+    wanted: Implementation = ("numba" if device.type == "cpu" else "triton") if kernels == "auto" else kernels
+    refusal = None
+    if wanted != "reference":
+        refusal = triton_refusal(device) if wanted == "triton" else numba_refusal(device, dtype)
     if kernels == "auto":
-        wanted: Implementation = "numba" if device.type == "cpu" else "triton"
-        if refusals[wanted] is not None:
-            return Choice(load_ops("reference"), f"plain torch: {refusals[wanted]}")
+        if refusal is not None:
+            return Choice(load_ops("reference"), f"plain torch: {refusal}")
         return Choice(load_ops(wanted), "Numba on a CPU" if wanted == "numba" else "Triton on a GPU")
-    if refusal := refusals.get(kernels):
+    if refusal is not None:
         where = f"device={device.type!r}" if kernels == "triton" else f"device={device.type!r}, dtype={_name(dtype)}"
         raise UnsupportedError(f"kernels={kernels!r} and {where} cannot be combined: {refusal}")
     return Choice(load_ops(kernels), "as asked")

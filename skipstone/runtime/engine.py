@@ -127,13 +127,8 @@ class Engine:
             for token in ids and (min(ids), max(ids)):
                 if not 0 <= token < self.vocab_size:
                     raise RequestError(f"{name} token id {token} is outside the vocabulary, 0 to {self.vocab_size - 1}")
-        limit = self.caches.max_model_len
-        if len(request.token_ids) >= limit:
-            raise RequestError(
-                f"the prompt has {len(request.token_ids)} tokens, but prompt and output together must fit "
-                f"max_model_len={limit}; shorten it or raise --max-model-len"
-            )
-        request.max_total_tokens = min(request.max_total_tokens, limit)
+        self.caches.check_length(len(request.token_ids))
+        request.max_total_tokens = min(request.max_total_tokens, self.caches.max_model_len)
         request.max_drafts = self._drafts_for(request)
         request.speculation.simulated = self.speculation.simulated
         self.scheduler.add(request)

@@ -11,7 +11,7 @@ import torch
 from skipstone.config import EngineConfig
 from skipstone.core.batch import FIRST_BLOCK
 from skipstone.core.kv_cache import CacheSpec
-from skipstone.errors import ConfigError
+from skipstone.errors import ConfigError, RequestError
 from skipstone.kernels.dispatch import free_memory_bytes
 from skipstone.models.base import ModelConfig
 
@@ -31,6 +31,15 @@ class CachePlan:
     max_model_len: int
     bytes_per_token: int
     reason: str
+    advice: str  # what allows longer sequences than max_model_len
+
+    def check_length(self, tokens: int) -> None:
+        """Raise RequestError for a prompt of so many tokens that leaves no room for one more."""
+        if tokens >= self.max_model_len:
+            raise RequestError(
+                f"the prompt has {tokens} tokens, but prompt and output together must fit "
+                f"max_model_len={self.max_model_len}; shorten it ({self.advice})"
+            )
 
 
 def choose_block_size(config: EngineConfig, model: ModelConfig, draft_unit: int = 1) -> int:
@@ -108,7 +117,7 @@ def plan_caches(
         blocks = min(fitting, sequences * per_sequence)
         reason = f"{sequences} full sequences" if blocks < fitting else f"{room.share:.0%} of free memory"
     if blocks < per_sequence:
-        if config.max_model_len:
+        if config.max_model_len and blocks:
             raise ConfigError(
                 f"max_model_len={longest} needs {per_sequence} cache blocks of {block_size} tokens but {reason} gives "
                 f"{blocks}; raise it or pass --max-model-len {blocks * block_size}"
@@ -116,4 +125,11 @@ def plan_caches(
         longest = blocks * block_size
     if longest < 1:
         raise ConfigError(f"no cache block of {block_size} tokens fits ({reason}); raise --cache-memory-gb")
-    return CachePlan(block_size, blocks + FIRST_BLOCK, longest, per_token, reason)
+    if longest == model.max_position_embeddings:
+        advice = "the model has no more positions"
+    elif config.max_model_len:
+        advice = "--max-model-len raises it"
+    else:
+        flag = "--num-blocks" if config.num_blocks else "--cache-memory-gb"
+        advice = f"the caches hold no more ({reason}), {flag} raises it"
+    return CachePlan(block_size, blocks + FIRST_BLOCK, longest, per_token, reason, advice)

@@ -142,6 +142,8 @@ def _params(
         values[asked.field] = asked.value
     if body.logit_bias is not None:
         values["logit_bias"] = {_token_id(text): bias for text, bias in body.logit_bias.items()}
+        if len(values["logit_bias"]) < len(body.logit_bias):
+            raise bad_request("logit_bias names a token twice, such as by 5 and 05; keep one of them", "logit_bias")
     values["num_speculative_tokens"] = _drafts(service, body)
     params = SamplingParams(**values)
     try:

@@ -45,6 +45,8 @@ def run(arguments: Sequence[str]) -> int:
     """Run one command line; return the exit code. Only a bug of ours raises."""
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (for as long as the process lives)
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull)  # noqa: SIM115 (the same)
     try:
         if sys.stdout is None:
             raise ConfigError("standard output is closed; redirect it to a file, or to /dev/null")
@@ -85,10 +87,10 @@ def load_command(verb: str) -> Command:
     return command
 
 
-def overview() -> str:
-    """What `skipstone --help` prints."""
+def overview(verbs: Sequence[str] = tuple(COMMANDS.entries)) -> str:
+    """What `skipstone --help` prints; `skipstone bench --help` with that command's own verbs."""
     lines = ["usage: skipstone COMMAND ...", "", "Inference for sparse-attention language models.", "", "commands:"]
-    lines += [f"  {verb:<12} {load_command(verb).summary}" for verb in COMMANDS.entries]
+    lines += [f"  {verb:<12} {load_command(verb).summary}" for verb in verbs]
     return "\n".join([*lines, "", "`skipstone COMMAND --help` shows a command's options."])
 
 
@@ -96,9 +98,13 @@ def _dispatch(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(overview())
         return 0 if arguments else 2
+    group = [known for known in COMMANDS.entries if known.startswith(arguments[0] + " ")]
+    if group and arguments[1:] in ([], ["-h"], ["--help"]):
+        print(overview(group))
+        return 0 if arguments[1:] else 2
     verb = "version" if arguments[0] in ("--version", "-V") else arguments[0]
     words = 1
-    if any(known.startswith(verb + " ") for known in COMMANDS.entries):  # the first of two words
+    if group:  # the first of two words
         verb, words = " ".join(arguments[:2]), 2
     command = load_command(verb)
     parser = Parser(verb, command)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from skipstone.config import EngineConfig
 from skipstone.core.request import SamplingParams
-from skipstone.errors import RequestError
+from skipstone.errors import ConfigError, RequestError
 from skipstone.serve.cli_model import check_drafts, check_engine, check_grammars, open_model
 from skipstone.serve.cli_options import Command, Settings
 from skipstone.serve.cli_output import cut_short, note, speculation_line
@@ -148,7 +148,10 @@ def _read_line() -> str | None:
             return input("> ")
         except EOFError:
             return None
-    line = sys.stdin.readline()
+    try:
+        line = sys.stdin.readline()
+    except OSError as error:
+        raise ConfigError(f"standard input cannot be read: {error.strerror or error}; open it for reading") from None
     return line.rstrip("\r\n") if line else None
 
 

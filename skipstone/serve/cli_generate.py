@@ -75,20 +75,16 @@ def _check_ends(prompts: Sequence[Prompt], outputs: Sequence[RequestOutput]) -> 
 def encoded(llm: LLM, prompt: Prompt) -> list[int]:
     """The prompt's token ids. Raises RequestError naming its line when it does not fit or cannot be encoded."""
     token_ids = prompt.token_ids
-    if token_ids is None:
-        if llm.tokenizer is None:
-            raise RequestError(f"{prompt.source}: no tokenizer.json, so only prompt_token_ids can be used")
-        try:
+    if token_ids is None and llm.tokenizer is None:
+        raise RequestError(f"{prompt.source}: no tokenizer.json, so only prompt_token_ids can be used")
+    try:
+        if token_ids is None and llm.tokenizer is not None:
             encoded = llm.tokenizer.encode_chat(prompt.messages) if prompt.messages else None
             token_ids = encoded or llm.tokenizer.encode(prompt.text or "")
-        except RequestError as error:
-            raise RequestError(f"{prompt.source}: {error}") from None
-    limit = llm.engine.caches.max_model_len
-    if len(token_ids) >= limit:
-        raise RequestError(
-            f"{prompt.source}: the prompt has {len(token_ids)} tokens, but prompt and output together must fit "
-            f"max_model_len={limit}; shorten it or raise --max-model-len"
-        )
+        token_ids = token_ids or []
+        llm.engine.caches.check_length(len(token_ids))
+    except RequestError as error:
+        raise RequestError(f"{prompt.source}: {error}") from None
     return token_ids
 
 

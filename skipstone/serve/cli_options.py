@@ -238,12 +238,11 @@ def _read_flag(option: Option, raw: Any, source: str) -> Any:
     if option.kind not in _REPEATED:
         return raw
     try:
-        parts = [option.read(text) for text in raw]
+        if option.kind == "biases":
+            return option.read(",".join(raw))
+        return [item for text in raw for item in option.read(text)]
     except ValueError:
         raise ConfigError(f"{option.name}={','.join(raw)} (from {source}) must be {option.allowed}") from None
-    if option.kind == "biases":
-        return {token: bias for part in parts for token, bias in part.items()}
-    return [item for part in parts for item in part]
 
 
 def _read_variables(environ: Mapping[str, str]) -> dict[str, str]:

@@ -179,18 +179,8 @@ def cut_short(llm: LLM, outputs: Sequence[RequestOutput]) -> str | None:
     parts = ["--max-tokens raises it"] if full < len(cut) else []
     if full:
         where = "that is" if full == len(cut) else f"for {full} that is"
-        parts.append(f"{where} max_model_len={longest}, prompt included: {_raises_context(llm)}")
+        parts.append(f"{where} max_model_len={longest}, prompt included: {llm.engine.caches.advice}")
     return f"{what} ended at the length limit (finish_reason length); {'; '.join(parts)}"
-
-
-def _raises_context(llm: LLM) -> str:
-    caches, most = llm.engine.caches, llm.info.config.max_position_embeddings
-    if caches.max_model_len == most:
-        return "the model has no more positions"
-    if llm.config.max_model_len is not None:
-        return "--max-model-len raises it"
-    flag = "--num-blocks" if llm.config.num_blocks is not None else "--cache-memory-gb"
-    return f"the caches hold no more ({caches.reason}), {flag} raises it"
 
 
 def speculation_object(stats: SpeculationStats) -> dict[str, Any]:

@@ -49,14 +49,21 @@ def read_prompts(args: argparse.Namespace) -> list[Prompt]:
     for name in args.file:
         prompts += read_file(name, len(prompts))
     if args.stdin:
-        text = _decode(sys.stdin.buffer.read(), "standard input")
-        prompts.append(Prompt(f"{len(prompts)}", "standard input", text=text))
+        prompts.append(Prompt(f"{len(prompts)}", "standard input", text=read_stdin()))
     if not prompts:
         raise ConfigError("no prompt given; pass -p TEXT, -f FILE, or - to read one from standard input")
     for prompt in prompts:
         if prompt.text == "" or prompt.token_ids == [] or prompt.messages == []:
             raise ConfigError(f"{prompt.source}: the prompt is empty; a completion needs at least one token")
     return prompts
+
+
+def read_stdin() -> str:
+    """Everything on standard input. Raises ConfigError when it cannot be read, or is no UTF-8 text."""
+    try:
+        return _decode(sys.stdin.buffer.read(), "standard input")
+    except OSError as error:
+        raise ConfigError(f"standard input cannot be read: {error.strerror or error}; open it for reading") from None
 
 
 def check_sampling(prompts: list[Prompt], params: list[SamplingParams], vocab_size: int | None) -> None:

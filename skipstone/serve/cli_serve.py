@@ -9,7 +9,7 @@ import socket
 import msgspec
 
 from skipstone.config import EngineConfig
-from skipstone.errors import ConfigError
+from skipstone.errors import ConfigError, needing
 from skipstone.models.locate import locate
 from skipstone.serve.cli_model import open_model
 from skipstone.serve.cli_options import Command, Settings
@@ -23,11 +23,13 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     _check(config)
     if config.ray:
         return _run_on_ray(config, settings, args.quiet)
-    try:
+    with needing("serve", "serve"):
+        # uvicorn imports these when it starts, which is after the model is loaded
+        import httptools  # noqa: F401
+        import uvloop  # noqa: F401
+
         from skipstone.serve.http_server import serve
         from skipstone.serve.step_observer import StepObserver
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"serve needs the package {error.name}; pip install 'skipstone[serve]'") from None
     listener = listen(config)
     with listener:
         observer = StepObserver()
@@ -46,10 +48,8 @@ def _run_on_ray(config: ServerConfig, settings: Settings, quiet: bool) -> int:
     engine = settings.engine_config()
     folder = locate(engine.model)
     listen(config).close()
-    try:
+    with needing("serve,ray", "serve --ray"):
         from skipstone.serve import ray_serve
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"serve --ray needs the package {error.name}; pip install 'skipstone[serve,ray]'") from None
     # Replicas may start in another folder than this one.
     return ray_serve.run(msgspec.structs.replace(engine, model=str(folder.resolve())), config, quiet)
 

@@ -111,7 +111,7 @@ class Generation:
 
     def fail(self, error: Exception) -> None:
         """Called on the loop: iteration raises `error` once what came before was taken. The first error counts."""
-        if self._error is None and self._unfinished:
+        if self._error is None:
             self._error = error
             self._wake.set()
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from skipstone.core.request import SamplingParams
-from skipstone.errors import RequestError, UnsupportedError
+from skipstone.errors import RequestError, UnsupportedError, install_hint
 from skipstone.serve import grammar_trial
 from skipstone.serve.grammar_trial import LONGEST_S, STACK, on_stack, reason
 
@@ -263,6 +263,7 @@ def _mask(matcher: Any) -> np.ndarray:
 def _library(name: str) -> Any:
     try:
         import llguidance
-    except ImportError:
-        raise UnsupportedError(f"{name} needs the package llguidance; pip install 'skipstone[structured]'") from None
+    except ImportError as error:
+        hint = install_hint("structured")
+        raise UnsupportedError(f"{name} needs the package llguidance ({error}); run {hint}") from None
     return llguidance

@@ -77,9 +77,8 @@ def block_verify(
     joint = torch.stack(steps, dim=1)  # [R, k+1]
     mass = (joint[:, :, None] * drafted.target - drafted.draft).clamp(min=0).sum(dim=2)  # [R, k+1]
     # 0 / 0 where the whole run is sure and the laws agree at the next place: then longer runs are as sure.
-    threshold = torch.where(joint < 1, mass / (mass + 1 - joint).clamp(min=TINY), 1.0)
-    is_last = ~F.pad(drafted.real, (0, 1))  # [R, k+1] True from place m on
-    threshold = torch.where(is_last, joint, threshold)[:, 1:]  # [R, k] of the runs of 1..k drafts
+    # At the last place nothing is subtracted, so that S_m = P_m, which is then the threshold.
+    threshold = torch.where(joint < 1, mass / (mass + 1 - joint).clamp(min=TINY), 1.0)[:, 1:]  # [R, k] of 1..k drafts
     passes = drafted.real & (uniforms.double() < threshold)
     length = torch.arange(1, passes.shape[1] + 1, device=passes.device)
     num_accepted = F.pad(torch.where(passes, length, 0), (1, 0)).amax(dim=1)  # [R]

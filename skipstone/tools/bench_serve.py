@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from skipstone.errors import ConfigError
+from skipstone.errors import ConfigError, needing
 from skipstone.models.locate import shipped_prompts
 from skipstone.serve.cli_options import Command, Settings
 from skipstone.serve.cli_output import check_writable, note, writing
@@ -23,13 +23,11 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 
 def run(args: argparse.Namespace, settings: Settings) -> int:
     """Measure every rate, one after the other; the last line of the output is JSON."""
-    try:
+    with needing("bench", "bench serve"):
         from skipstone.tools import load_report
         from skipstone.tools.load_run import Load, run_load, served_model, spread, warm_up
         from skipstone.tools.load_stats import parse_goals, summarize, values_of
         from skipstone.tools.progress import Progress
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"bench serve needs the package {error.name}; pip install 'skipstone[bench]'") from None
     rates, goals = _rates(args.rates), parse_goals(args.goodput)
     for flag, target in (("--html", args.html), ("--json", args.json)):
         if target is not None:

@@ -14,8 +14,8 @@ from skipstone.models.locate import locate
 from skipstone.outputs import RequestOutput
 from skipstone.serve.text import Tokenizer
 from skipstone.tools.compare import Comparer, Comparison, Difference, Reference
-from skipstone.tools.progress import Progress
-from skipstone.tools.workload import Job, choose_prompts, job, label, proposer_specs, run_jobs, with_spec
+from skipstone.tools.progress import Progress, announce
+from skipstone.tools.workload import Job, choose_prompts, job, label, pace, proposer_specs, run_jobs, with_spec
 
 SEED = 1234
 
@@ -95,7 +95,9 @@ def check(
     if not pairs:
         raise ConfigError("there is nothing to compare; --k needs a number above 0, and --proposers a proposer")
     on_gpu = choose_device(config.device).type != "cpu"
-    with Progress("checking", (len(pairs) + 1) * (1 + on_gpu) * len(jobs)) as bar:
+    engines = (len(pairs) + 1) * (1 + on_gpu)
+    announce(engines * pace(config, jobs).total)
+    with Progress("checking", engines * len(jobs)) as bar:
         bar.say("k = 0")
         reference = Reference()
         plain = run_jobs(with_spec(config, "off", 0), jobs, reference, bar.tick)

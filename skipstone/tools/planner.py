@@ -7,6 +7,7 @@ that finds no draft in some steps, as prompt lookup does, has fewer rows on aver
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
 from collections.abc import Sequence
 
@@ -15,6 +16,7 @@ import msgspec
 from skipstone.runtime.k_table import Ranges
 
 OFF = "off"
+SLACK = 1.5  # by which neighbours in a grid may differ beyond what their sizes explain
 
 
 class Acceptance(msgspec.Struct, kw_only=True):
@@ -47,6 +49,22 @@ class Grid(msgspec.Struct, kw_only=True):
             _between(self.batches, [_between(self.ks, row, k) for row in plane], batch) for plane in self.values
         ]
         return _between(self.contexts, per_context, context)
+
+    def doubtful(self) -> list[tuple[int, int]]:
+        """Rows [context][batch] to measure again: more work takes no less time, and no more than in proportion."""
+        growth = [[high / low for low, high in itertools.pairwise(sizes)] for sizes in (self.contexts, self.batches)]
+        growth.append([(high + 1) / max(low, 1) for low, high in itertools.pairwise(self.ks)])  # of rows, or of drafts
+        found: set[tuple[int, int]] = set()
+        for c, b, k in itertools.product(*(range(len(sizes)) for sizes in (self.contexts, self.batches, self.ks))):
+            for axis, at in enumerate((c, b, k)):
+                if at < len(growth[axis]):
+                    next_c, next_b = c + (axis == 0), b + (axis == 1)
+                    less, more = self.values[c][b][k], self.values[next_c][next_b][k + (axis == 2)]
+                    if less > SLACK * more:
+                        found.add((c, b))
+                    if more > SLACK * growth[axis][at] * less:
+                        found.add((next_c, next_b))
+        return sorted(found)
 
 
 class Costs(msgspec.Struct, kw_only=True):
@@ -97,20 +115,12 @@ def largest_k(costs: Costs, acceptance: dict[str, Acceptance], proposer: str) ->
     return min(costs.draft[proposer].ks[-1], len(acceptance[proposer].accepted))
 
 
-def k_ranges(
-    costs: Costs, acceptance: dict[str, Acceptance], proposer: str, context: float, most_requests: int
-) -> Ranges:
-    """The best k of one proposer for every batch size up to `most_requests`: [first, last, k] runs of equal k.
-
-    Sizes above the largest measured one take its k.
-    """
+def k_ranges(costs: Costs, acceptance: dict[str, Acceptance], proposer: str, context: float) -> Ranges:
+    """The best k of one proposer for every batch size up to the largest measured: [first, last, k] runs of equal k."""
     ks = range(largest_k(costs, acceptance, proposer) + 1)
-    measured = costs.step.batches[-1]
     ranges: Ranges = []
-    for batch in range(1, most_requests + 1):
-        k = ranges[-1][2] if ranges and batch > measured else None
-        if k is None:
-            k = best([predict(costs, acceptance, proposer, k, batch, context) for k in ks]).k
+    for batch in range(1, costs.step.batches[-1] + 1):
+        k = best([predict(costs, acceptance, proposer, k, batch, context) for k in ks]).k
         if ranges and ranges[-1][2] == k:
             ranges[-1] = (ranges[-1][0], batch, k)
         else:

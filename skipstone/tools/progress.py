@@ -46,6 +46,12 @@ class Progress:
             note(f"{self.title}: {quarter * 25} %")
 
 
+def announce(seconds: float) -> None:
+    """Say how long something will take; an estimate, so in round numbers."""
+    size, unit = (3600, "h") if seconds >= 5400 else (60, "min") if seconds >= 90 else (1, "s")
+    note(f"this takes about {max(seconds / size, 1):.0f} {unit} here")
+
+
 def console() -> Console:
     """Where results go: standard output, wide enough for tables when it is no terminal."""
     wide = None if sys.stdout.isatty() else WIDTH_ELSEWHERE

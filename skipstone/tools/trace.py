@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 import msgspec
@@ -14,7 +13,7 @@ from skipstone.errors import RequestError
 from skipstone.serve.cli_model import check_engine
 from skipstone.serve.cli_options import Command, Settings
 from skipstone.serve.cli_output import check_writable, writing
-from skipstone.serve.cli_prompts import Prompt, check_sampling, read_vocab_size
+from skipstone.serve.cli_prompts import Prompt, check_sampling, read_stdin, read_vocab_size
 
 MAX_TOKENS = 64
 
@@ -48,7 +47,7 @@ def _read_prompt(args: argparse.Namespace) -> Prompt:
     """The one prompt. Raises RequestError."""
     if (args.prompt is None) == (not args.stdin):
         raise RequestError("trace takes one prompt: pass -p TEXT, or - to read it from standard input")
-    text = args.prompt if args.prompt is not None else sys.stdin.read()
+    text = args.prompt if args.prompt is not None else read_stdin()
     if not text:
         raise RequestError("the prompt is empty; a completion needs at least one token")
     if args.chat:

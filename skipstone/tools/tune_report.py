@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from skipstone.errors import install_hint
 from skipstone.tools.planner import OFF, Grid, Prediction, best
 from skipstone.tools.progress import console
 from skipstone.tools.tune_run import TuneReport
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def render(report: TuneReport) -> None:
@@ -30,6 +35,8 @@ def render(report: TuneReport) -> None:
         out.print(f"best for {batch} request{'s' if batch > 1 else ''}: [bold]{what}[/]")
     ranges = report.table.num_speculative_tokens_per_batch_size
     out.print(f"table of {report.table.spec}, as first request, last request, k: {ranges}", markup=False)
+    most = report.costs.step.batches[-1]
+    out.print(f"more than {most} requests were not measured and take the last k; --batch LIST measures more of them")
     if report.validation:
         out.print(_validation(report))
         out.print("speed: of the machine during the run, 1 while costs were taken; the error is at equal speed")
@@ -37,11 +44,19 @@ def render(report: TuneReport) -> None:
 
 
 def plot(report: TuneReport, target: str) -> str:
-    """Draw tokens per second against k, one panel per batch size; returns what was done, in words."""
+    """Draw tokens per second against k; returns what was done, in words."""
     try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return "no picture was drawn: matplotlib is not installed; pip install skipstone[tune]"
+        figure = draw(report)
+    except ImportError as error:
+        return f"no picture was drawn, it needs matplotlib ({error}); run {install_hint('tune')}"
+    figure.savefig(Path(target), dpi=120, format="png")
+    return f"drew {target}"
+
+
+def draw(report: TuneReport) -> Figure:
+    """The picture, one panel per batch size. Raises ImportError without matplotlib."""
+    from matplotlib.figure import Figure
+
     batches = report.costs.step.batches
     figure = Figure(figsize=(4.2 * len(batches), 3.6), layout="constrained")
     for panel, batch in zip(figure.subplots(1, len(batches), squeeze=False)[0], batches, strict=True):
@@ -54,11 +69,11 @@ def plot(report: TuneReport, target: str) -> str:
         top = best(own)
         panel.plot([top.k], [top.tokens_per_second], marker="*", markersize=16, color="black")
         panel.set(title=f"{batch} request{'s' if batch > 1 else ''}", xlabel="drafts per step, k")
+        panel.xaxis.get_major_locator().set_params(integer=True)
         panel.set_ylim(0, 1.1 * top.tokens_per_second)
     figure.axes[0].set_ylabel("tokens per second, predicted")
     figure.axes[0].legend()
-    figure.savefig(Path(target), dpi=120, format="png")
-    return f"drew {target}"
+    return figure
 
 
 def _costs(report: TuneReport) -> Table:

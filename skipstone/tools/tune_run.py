@@ -13,15 +13,23 @@ from skipstone.llm import LLM
 from skipstone.models.loader import read_model_info
 from skipstone.models.locate import locate
 from skipstone.runtime.k_table import KTable
-from skipstone.tools.measure import cut_texts, measure_proposer, measure_steps, throughput, yardstick_k
+from skipstone.tools.measure import (
+    STEPS_PER_CELL,
+    cut_texts,
+    measure_proposer,
+    measure_steps,
+    target_grid,
+    throughput,
+    with_dummies,
+    yardstick_k,
+)  # fmt: skip
 from skipstone.tools.planner import OFF, Acceptance, Costs, Grid, Prediction, best, k_ranges, largest_k, predict
-from skipstone.tools.progress import Progress
+from skipstone.tools.progress import Progress, announce
 from skipstone.tools.tune import DEFAULT_CONTEXTS, TuneOptions
-from skipstone.tools.workload import Job, choose_prompts, encode_jobs, job, label, proposer_specs, with_spec
+from skipstone.tools.workload import Job, choose_prompts, encode_jobs, job, label, pace, proposer_specs, with_spec
 
 SEED = 99
 ROOM = 256  # tokens that measuring may add to a context
-MOST_REQUESTS = 64  # batch sizes that the table covers at least
 
 
 class Validation(msgspec.Struct, kw_only=True):
@@ -64,6 +72,8 @@ def tune(config: EngineConfig, options: TuneOptions) -> TuneReport:
     """Measure and predict, with a progress bar. Raises a SkipstoneError for options that do not fit the model."""
     names = proposer_specs(read_model_info(locate(config.model)), options.proposers)
     specs = {label(spec): spec for spec in names}
+    if len(specs) < len(set(names)):
+        raise ConfigError(f"--proposers {options.proposers}: one proposer with two folders; tune one of them at a time")
     for proposer in options.rates:
         if proposer not in specs:
             raise ConfigError(f"--profile has rates of {proposer!r}, which is not measured; known: {', '.join(specs)}")
@@ -71,6 +81,7 @@ def tune(config: EngineConfig, options: TuneOptions) -> TuneReport:
     prompts = choose_prompts(options.prompts, options.num_prompts)
     jobs = [job(prompt, options.temperature, SEED, options.max_tokens) for prompt in prompts]
     texts, context = _texts(config, jobs, options)
+    announce(_estimate(config, options, texts, jobs, len(specs)))
     cells = len(texts) * len(options.batches)
     with Progress("measuring", cells + len(specs) * (cells + 1)) as bar:
         bar.say("steps of the target")
@@ -91,6 +102,24 @@ def tune(config: EngineConfig, options: TuneOptions) -> TuneReport:
     return report
 
 
+def _estimate(
+    config: EngineConfig, options: TuneOptions, texts: dict[int, list[list[int]]], jobs: Sequence[Job], proposers: int
+) -> float:
+    """Seconds that all of it will take, from a few steps without a proposer; drafting is taken to cost nothing."""
+    known, batches, shortest = pace(config, jobs), options.batches, min(texts)
+    with with_dummies(config, max(*options.ks, 1)) as llm:
+        number_of_tokens = sum(map(len, encode_jobs(llm, jobs)))
+        ends = sorted({batches[0], batches[-1]})
+        trial = target_grid(llm, {shortest: texts[shortest]}, ends, options.ks, lambda: None, turns=1)
+    steps = sum(trial.at(shortest, batch, k) for batch in batches for k in options.ks) * STEPS_PER_CELL * len(texts)
+    prompts = known.prompts / number_of_tokens * sum(texts) * batches[-1]
+    measuring = (1 + proposers) * (known.load + prompts + steps)
+    acceptance = (proposers - len(options.rates)) * (known.prompts + known.tokens)
+    groups = [-(-len(jobs) // batch) * options.max_tokens * trial.at(shortest, batch, 0) for batch in batches]
+    validating = 2 * (len(batches) * (known.load + known.prompts) + sum(groups)) if options.validate else 0.0
+    return measuring + acceptance + validating
+
+
 def plan(
     config: EngineConfig, costs: Costs, acceptance: dict[str, Acceptance], specs: dict[str, str], context: float
 ) -> TuneReport:
@@ -106,12 +135,11 @@ def plan(
             predictions += own
             gains[name] *= best(own).tokens_per_second / off.tokens_per_second
     winner = max(gains, key=lambda name: gains[name])
-    requests = max(MOST_REQUESTS, config.max_num_seqs)
     table = KTable(
         spec=specs[winner],
-        num_speculative_tokens_per_batch_size=k_ranges(costs, acceptance, winner, context, requests),
+        num_speculative_tokens_per_batch_size=k_ranges(costs, acceptance, winner, context),
         model=config.model,
-        notes=f"predicted for a context of {context:.0f} tokens; measured up to {batches[-1]} requests",
+        notes=f"predicted for a context of {context:.0f} tokens; more than {batches[-1]} requests were not measured",
     )
     return TuneReport(
         model=config.model,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -22,6 +24,20 @@ from skipstone.serve.cli_generate import encoded
 from skipstone.serve.cli_prompts import Prompt, read_file
 
 Job = tuple[Prompt, SamplingParams]
+FEW = 5  # tokens from which an estimate is made
+
+
+class Pace(NamedTuple):
+    """Seconds that an engine without drafts takes: an estimate."""
+
+    load: float
+    prompts: float  # of all jobs
+    tokens: float  # of all jobs
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.load + self.prompts + self.tokens
 
 
 class Finished(NamedTuple):
@@ -90,6 +106,19 @@ def encode_jobs(llm: LLM, jobs: Sequence[Job]) -> list[list[int]]:
             prompt = replace(prompt, token_ids=prompt.token_ids[-room:])
         ids.append(encoded(llm, prompt))
     return ids
+
+
+def pace(config: EngineConfig, jobs: Sequence[Job]) -> Pace:
+    """How long an engine without drafts will take for the jobs, from a few tokens of each."""
+    ends = [time.perf_counter()]
+    with LLM(config=with_spec(config, "off", 0)) as llm:
+        ends.append(time.perf_counter())
+        for count in (1, FEW):  # the second time the prompts are in the prefix cache
+            few = [(prompt, msgspec.structs.replace(own, max_tokens=count, min_tokens=0)) for prompt, own in jobs]
+            run_on(llm, few, lambda: None)
+            ends.append(time.perf_counter())
+    load, prompts, tokens = (end - start for start, end in itertools.pairwise(ends))
+    return Pace(load, prompts, tokens * max(own.max_tokens or 0 for _, own in jobs) / FEW)
 
 
 def run_jobs(
