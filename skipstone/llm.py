@@ -19,6 +19,7 @@ from skipstone.errors import ConfigError, RequestError
 from skipstone.models.loader import read_json, read_model_info
 from skipstone.models.locate import locate
 from skipstone.outputs import RequestOutput, StreamEvent
+from skipstone.runtime.block_pool import hash_salt
 from skipstone.runtime.engine import Engine
 from skipstone.serve.structured import GrammarCompiler
 from skipstone.serve.text import Tokenizer
@@ -56,6 +57,8 @@ class LLM:
         self.eos_token_ids = eos_token_ids(self._generation, self.info.raw, self.info.config.vocab_size)
         self._grammars = GrammarCompiler(self.folder, self.info.config.vocab_size, self.eos_token_ids)
         self.engine = Engine(self.info, self.config, observer)
+        if self.tokenizer is not None:
+            self.tokenizer.context = self.engine.caches.max_model_len
         self._sessions: dict[str, tuple[Session, Choice]] = {}
         self._numbers = itertools.count()
 
@@ -179,14 +182,18 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def add(self, prompt: Prompt, params: SamplingParams, prediction: Sequence[int] = ()) -> Session:
+    def add(
+        self, prompt: Prompt, params: SamplingParams, prediction: Sequence[int] = (), cache_salt: str = ""
+    ) -> Session:
         """Queue a prompt without running it; `step` runs all that is queued.
 
         `prediction`: tokens that the output is expected to contain; prompt lookup drafts from them as well.
+        `cache_salt`: cached blocks are shared among requests of the same salt only.
         """
         session = self._session(prompt, self._params_for(params, 1)[0])
         for choice in session.choices:
             choice.request.prediction = list(prediction)
+            choice.request.first_parent = hash_salt(cache_salt)
         self._submit([session])
         return session
 

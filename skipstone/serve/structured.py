@@ -140,7 +140,7 @@ def _grammar_source(llguidance: Any, name: str, value: Any) -> str:
     if name == "json_schema":
         try:
             json.loads(value)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RequestError(f"json_schema={value!r:.80} is not valid JSON: {error}") from None
     try:
         if name == "json_schema":
