@@ -19,16 +19,14 @@ SLOWEST = 10_000  # bytes per second of a body, below which its client is given 
 MOST_CONNECTIONS = 4096  # more where more requests may be under way
 FOR_HEALTH = 16  # beyond those, for whoever asks whether the server lives
 SPARE_FILES = 48  # descriptors for anything but connections
-BACKLOG = 2048  # connections that the system accepts at once
 BETWEEN_WARNINGS_S = 10.0
 
 
-def room_for_connections(capacity: int) -> tuple[int, int]:
-    """How many connections to keep, and how many may come at once, with the descriptors that are left."""
+def room_for_connections(capacity: int) -> int:
+    """How many connections to keep, with the descriptors that are left."""
     most_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    free = max(most_files - len(os.listdir("/proc/self/fd")) - SPARE_FILES, 8)
-    backlog = min(BACKLOG, free // 4)
-    return min(max(MOST_CONNECTIONS, 2 * capacity), free - backlog), backlog
+    free = most_files - len(os.listdir("/proc/self/fd")) - SPARE_FILES
+    return max(min(max(MOST_CONNECTIONS, 2 * capacity), free), 1)
 
 
 class Warnings:

@@ -103,7 +103,7 @@ class Server(uvicorn.Server):
 
 def http_options(service: Service) -> uvicorn.Config:
     """How a service is served."""
-    most, backlog = room_for_connections(service.engine.capacity)
+    most = room_for_connections(service.engine.capacity)
     patience = service.config.client_timeout
     # The library takes whatever makes a connection, though it says a class.
     http: Any = functools.partial(Connection, most=most, patience=patience, warnings=Warnings())
@@ -116,7 +116,6 @@ def http_options(service: Service) -> uvicorn.Config:
         log_config=None,
         access_log=False,
         server_header=False,
-        backlog=backlog,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=LAST_WORDS_S,
     )
