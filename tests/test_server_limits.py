@@ -24,7 +24,8 @@ from serving import Serving, serving, wait_for
 
 from skipstone.serve import http_connection
 from skipstone.serve.api_decode import MOST_VALUES
-from skipstone.serve.http_connection import LONGEST_HEAD, SLOWEST, room_for_connections
+from skipstone.serve.api_errors import SLOWEST
+from skipstone.serve.http_connection import LONGEST_HEAD, room_for_connections
 from skipstone.serve.service import MOST_BODIES
 
 ROOT = Path(__file__).resolve().parent.parent

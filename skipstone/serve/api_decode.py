@@ -5,14 +5,16 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from skipstone.serve.api_errors import ApiError, ClientLeft, bad_request
 from skipstone.serve.api_requests import UNSUPPORTED, Body
-from skipstone.serve.service import Service
+
+if TYPE_CHECKING:
+    from skipstone.serve.service import Service
 
 T = TypeVar("T", bound=Body)
 MOST_VALUES = 250_000
@@ -49,7 +51,7 @@ async def read_body(request: Request, service: Service) -> bytes:
 
 def decode(body: bytes, kind: type[T]) -> T:
     """Check a JSON body against a struct. Raises ApiError naming the first field that is wrong."""
-    if _num_values(body) > MOST_VALUES:
+    if num_values(body) > MOST_VALUES:
         raise bad_request(f"the body has more than {MOST_VALUES} lists, objects and texts", code="invalid_json")
     try:
         raw = msgspec.json.decode(body)
@@ -64,7 +66,7 @@ def decode(body: bytes, kind: type[T]) -> T:
         raise _explain(str(error), raw, kind) from None
 
 
-def _num_values(body: bytes) -> int:
+def num_values(body: bytes) -> int:
     """Lists, objects and texts, names of fields included; more, if the text of strings looks like a few of them.
 
     Reading millions of them holds the GIL for seconds, and `[],` needs three bytes for one.

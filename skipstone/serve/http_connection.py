@@ -11,11 +11,10 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from skipstone.serve.api_errors import ApiError, unavailable
+from skipstone.serve.api_errors import SLOWEST, ApiError, too_slow, unavailable
 
 LOG = logging.getLogger("skipstone.http")
 LONGEST_HEAD = 65_536  # bytes of a request line and its headers, or of what else is no body
-SLOWEST = 10_000  # bytes per second of a body, below which its client is given up
 MOST_CONNECTIONS = 4096  # more where more requests may be under way
 FOR_HEALTH = 16  # beyond those, for whoever asks whether the server lives
 SPARE_FILES = 48  # descriptors for anything but connections
@@ -164,7 +163,7 @@ class Connection(HttpToolsProtocol):
             return
         if self._received:
             self._warnings.add("a request was not sent in time", seconds=self._patience)
-        self._give_up(ApiError(408, "the request was not sent in time", type="timeout", code="request_timeout"))
+        self._give_up(too_slow())
 
     def _give_up(self, error: ApiError) -> None:
         """Close, and say why where a request has begun that has no answer yet."""
