@@ -74,9 +74,12 @@ def num_values(body: bytes) -> int:
     most = body.count(b"[") + body.count(b"{") + body.count(b'"') // 2
     if most <= MOST_VALUES:
         return most
-    pieces = body.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')  # in turn outside and inside of strings
-    outside = b"".join(pieces[::2])
-    return outside.count(b"[") + outside.count(b"{") + len(pieces) // 2
+    bare = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    texts = bare.count(b'"') // 2
+    if texts > MOST_VALUES:
+        return texts
+    outside = b"".join(bare.split(b'"')[::2])
+    return texts + outside.count(b"[") + outside.count(b"{")
 
 
 def _asks_for_nothing(name: str, value: Any, kind: type[Body]) -> bool:
