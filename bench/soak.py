@@ -167,7 +167,7 @@ class Load:
         """All clients at once until that time; `watch` is called every half second."""
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         async with httpx.AsyncClient(base_url=self.url, timeout=120, limits=limits, headers=KEY) as http:
-            tasks = [asyncio.create_task(Client(self, http, number, until).run()) for number in range(clients)]
+            tasks = [asyncio.create_task(Client(self, http, number, clients, until).run()) for number in range(clients)]
             while not all(task.done() for task in tasks):
                 if watch is not None:
                     watch()
@@ -178,9 +178,11 @@ class Load:
 class Client:
     """One after the other, requests of every kind."""
 
-    def __init__(self, load: Load, http: httpx.AsyncClient, number: int, until: float) -> None:
+    def __init__(self, load: Load, http: httpx.AsyncClient, number: int, clients: int, until: float) -> None:
         self.load, self.http, self.until = load, http, until
         self.draw = random.Random(f"{load.seed} {number} {until}")
+        names = [] if load.counts else list(load.hostile)  # at the very first, one after the other
+        self.first = names[number::clients]
         self.late = False  # whether the server was already ending when the request was sent
 
     async def run(self) -> None:
@@ -188,6 +190,9 @@ class Client:
         ordinary = [self._whole, self._stream, self._leave_stream, self._leave, self._bad, self._too_long, self._look]
         actions = [*ordinary, self._hostile, self._others]
         while time.monotonic() < self.until:
+            if self.first:
+                await self._hostile(self.first.pop())
+                continue
             (action,) = self.draw.choices(actions, weights=[26, 26, 14, 8, 10, 8, 8, 6, 3])
             self.late = self.load.stopping
             try:
@@ -281,8 +286,9 @@ class Client:
         right = answer.status_code == 400 or (self.load.stopping and answer.status_code == 503)
         self._note("too long", right, f"{answer.status_code} {answer.text}")
 
-    async def _hostile(self) -> None:
-        name, (path, body, statuses) = self.draw.choice(list(self.load.hostile.items()))
+    async def _hostile(self, name: str | None = None) -> None:
+        name = name or self.draw.choice(list(self.load.hostile))
+        path, body, statuses = self.load.hostile[name]
         answer = await self.http.post(path, content=body, headers={"content-type": "application/json"})
         if answer.status_code in (429, 503):
             await self._refused(answer)

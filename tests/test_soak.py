@@ -1,4 +1,4 @@
-"""A few seconds of bench/soak.py: mixed load, the books at the end, then a SIGTERM in the middle of the load."""
+"""A few seconds of bench/soak.py: mixed load with hostile bodies and silent connections, the books at the end, then a SIGTERM in the middle of the load."""
 
 from __future__ import annotations
 
@@ -22,4 +22,6 @@ def test_a_short_soak() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["outcomes"]["text"] > 0 and result["aborts"] > 0 and result["exit_code_after_sigterm"] == 0
+    assert result["outcomes"]["hostile body"] >= 10 and result["outcomes"]["kept apart"] > 0
+    assert result["silent_connections"] > 256 and result["health_answers"] > 10
     assert any(name.startswith("under way, then") for name in result["outcomes_with_sigterm"])

@@ -61,8 +61,8 @@ from skipstone.serve.api_trace import TraceWriter, trace_job
 from skipstone.serve.generation import Job
 from skipstone.serve.service import Service, plain_messages, program_version
 
-BODY_ERRORS = (400, 404, 413, 415)
-WORK_ERRORS = (*BODY_ERRORS, 408, 429, 499, 500, 503)
+BODY_ERRORS = (400, 404, 408, 413, 415, 429)
+WORK_ERRORS = (*BODY_ERRORS, 499, 500, 503)
 JSON = "application/json"
 Asked = TypeVar("Asked")
 FEED_S = 0.5  # between two events of /v1/stats
