@@ -11,7 +11,7 @@ from typing import Any
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 LONG = "a" * 8_000_000
 TALK = [{"role": "user", "content": "a"}]
-AT_ONCE = 20  # silent connections opened in a tenth of a second, so that the server's own clients never seem the idlest
+AT_ONCE = 10  # silent connections opened in a tenth of a second, so that the server's own clients never seem the idlest
 LIVE_S = 20.0
 
 # Asks for the server's health until its input ends, then tells how long each answer took: a process of its own, as this

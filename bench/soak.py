@@ -181,7 +181,7 @@ class Client:
     def __init__(self, load: Load, http: httpx.AsyncClient, number: int, clients: int, until: float) -> None:
         self.load, self.http, self.until = load, http, until
         self.draw = random.Random(f"{load.seed} {number} {until}")
-        names = [] if load.counts else list(load.hostile)  # at the very first, one after the other
+        names = [] if load.counts else list(load.hostile)  # so that even a short run sends them all
         self.first = names[number::clients]
         self.late = False  # whether the server was already ending when the request was sent
 
@@ -190,7 +190,7 @@ class Client:
         ordinary = [self._whole, self._stream, self._leave_stream, self._leave, self._bad, self._too_long, self._look]
         actions = [*ordinary, self._hostile, self._others]
         while time.monotonic() < self.until:
-            if self.first:
+            if self.first and self.draw.random() < 0.5:
                 await self._hostile(self.first.pop())
                 continue
             (action,) = self.draw.choices(actions, weights=[26, 26, 14, 8, 10, 8, 8, 6, 3])

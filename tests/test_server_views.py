@@ -182,7 +182,7 @@ def test_requests_under_way_are_listed_and_ended_by_their_ids(server: Serving) -
     running = client.completions.create(model="demo", prompt=[5, 6, 7], stream=True, **LONG, **named[0])
     next(iter(running))
     waiting = client.completions.create(
-        model="demo", prompt="b", stream=True, max_tokens=2, n=1, extra_body=on, **named[1]
+        model="demo", prompt="b", stream=True, max_tokens=2, n=1, extra_body={"ignore_eos": True}, **named[1]
     )
     first, second = server.get("/slots").json()["requests"]
     assert (first["request_id"], first["state"], first["prompt_tokens"]) == ("first", "running", 3)

@@ -1,4 +1,4 @@
-"""A few seconds of bench/soak.py: mixed load with hostile bodies and silent connections, the books at the end, then a SIGTERM in the middle of the load."""
+"""A few seconds of bench/soak.py: mixed load beside hostile bodies and silent connections, then a SIGTERM within it."""
 
 from __future__ import annotations
 

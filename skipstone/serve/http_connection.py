@@ -63,13 +63,13 @@ class Connection(HttpToolsProtocol):
         self._unread = 0  # bytes since the last that had a meaning
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client has come. If there are too many, the one that has kept silent for the longest time must go."""
+        """A client has come. If there are too many, one must go that is silent, and has been for the longest time."""
         super().connection_made(transport)
         self._start_clock()
         if len(self.connections) <= self._most:
             return
         others = [one for one in self.connections if isinstance(one, Connection) and one is not self and one.waits]
-        silent = min(others, key=lambda other: other._heard, default=self)
+        silent = min(others, key=lambda other: (other._served, other._heard), default=self)
         if silent is not self or len(self.connections) > self._most + FOR_HEALTH:
             self.connections.discard(silent)  # it is lost for sure, but only later
             self._warnings.add("too many connections: the one that was silent longest was closed", most=self._most)
@@ -88,6 +88,11 @@ class Connection(HttpToolsProtocol):
             return False
         cycle = self.cycle
         return cycle is None or cycle.response_complete or (cycle.more_body and not cycle.response_started)
+
+    @property
+    def _served(self) -> bool:
+        """Whether its last request was answered: such clients are the last to be sent away."""
+        return self.cycle is not None and self.cycle.response_complete
 
     def data_received(self, data: bytes) -> None:
         """Bytes have come."""

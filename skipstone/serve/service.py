@@ -29,7 +29,6 @@ from skipstone.serve.text import Tokenizer
 
 T = TypeVar("T")
 LARGE_BODY = 20_000  # bytes from which on a request is read and encoded beside the event loop
-LARGE_AT_ONCE = 2  # such requests at a time: each may take a hundred times its bytes
 MOST_BODIES = 32  # bodies of the largest allowed size that may be held at a time
 RETRY_S = 1.0  # when more are sent
 SOURCE = "0+source"
@@ -64,7 +63,7 @@ class Service:
         self.token_text = functools.cache(self._token_text)
         self.body_bytes = 0
         """Bytes of the bodies of all requests under way; see `hold`."""
-        self._beside = ThreadPoolExecutor(LARGE_AT_ONCE, "beside")
+        self._beside = ThreadPoolExecutor(1, "beside")  # one at a time: each may take a hundred times its bytes
         self.death: asyncio.Future[str] | None = None
         """Set by whoever wants to know that the engine was given up."""
 
