@@ -14,15 +14,18 @@ TALK = [{"role": "user", "content": "a"}]
 AT_ONCE = 10  # silent connections opened in a tenth of a second, so that the server's own clients never seem the idlest
 LIVE_S = 20.0
 
-# Asks for the server's health until its input ends, then tells how long each answer took: a process of its own, as this
-# one is busy. Its arguments are host and port.
+# Asks for the server's health until its input ends, then tells how long each answer took, and for how much of that the
+# server was at work: a process of its own, as this one is busy. Its arguments are host, port and the server's process.
 WATCH = """
-import http.client, json, sys, threading, time
+import http.client, json, os, sys, threading, time
+def busy():
+    fields = open(f"/proc/{sys.argv[3]}/stat").read().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 ended = threading.Event()
 threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
 times = []
 while not ended.is_set():
-    begun = time.perf_counter()
+    begun, worked = time.perf_counter(), busy()
     connection = http.client.HTTPConnection(sys.argv[1], int(sys.argv[2]), timeout=30)
     try:
         connection.request("GET", "/health")
@@ -30,7 +33,7 @@ while not ended.is_set():
     except OSError:
         status = 0
     connection.close()
-    times.append(time.perf_counter() - begun if status == 200 else 99.0)
+    times.append((time.perf_counter() - begun, busy() - worked) if status == 200 else (99.0, 99.0))
     time.sleep(0.05)
 print(json.dumps(times))
 """

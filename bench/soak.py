@@ -45,7 +45,7 @@ LIMITS: dict[str, Any] = {
 KEY, OTHER_KEY = {"authorization": "Bearer mine"}, {"authorization": "Bearer other"}
 FILES = 256  # descriptors of the server
 SILENT = 400  # connections that say nothing
-SLOWEST_HEALTH_S = 0.5
+SLOWEST_HEALTH_S = 0.5  # for an answer while the server works for at least half of it; other programs do not count
 LONGEST_PROMPT = 1200  # characters
 LARGEST_GROWTH = 0.03  # of the median memory, from the middle third of the run to the last
 SHORTEST_RUN_S = 120.0  # for growth to be judged, and preemption to be missed
@@ -114,12 +114,12 @@ class Server:
         self.url = self._wait_ready()
         host, _, port = self.url.removeprefix("http://").partition(":")
         self.address = host, int(port)
-        watch = [sys.executable, "-c", WATCH, host, port]
+        watch = [sys.executable, "-c", WATCH, host, port, str(self.process.pid)]
         self.watch = subprocess.Popen(watch, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def health(self) -> list[float]:
-        """Seconds that each answer took; ends the watch."""
-        found: list[float] = json.loads(self.watch.communicate()[0])
+    def health(self) -> list[tuple[float, float]]:
+        """Seconds that each answer took, and for how many of them the server was at work; ends the watch."""
+        found: list[tuple[float, float]] = json.loads(self.watch.communicate()[0])
         return found
 
     def _wait_ready(self) -> str:
@@ -380,8 +380,8 @@ def main() -> int:
         "aborts": metrics['vllm:request_success_total{finished_reason="abort"}'],
         "generated_tokens": metrics["vllm:generation_tokens_total"],
         "tokens_per_verify_step": round(metrics["skipstone_acceptance_length"], 3),
-        "silent_connections": silent, "health_answers": len(health), "slowest_health_s": round(max(health), 3),
-        "late_health_answers": sum(seconds > SLOWEST_HEALTH_S for seconds in health),
+        "silent_connections": silent, "health_answers": len(health), "slowest_health_s": round(max(health)[0], 3),
+        "late_health_answers": sum(wall > SLOWEST_HEALTH_S and busy > SLOWEST_HEALTH_S / 2 for wall, busy in health),
         "memory_mb": [round(memory[0], 1), round(max(memory), 1), round(memory[-1], 1)],
         "memory_growth": round(growth(memory, statistics.median), 4),
         "peak_growth": round(growth(memory, max), 4),  # of single large bodies: not judged
