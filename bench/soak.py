@@ -1,12 +1,14 @@
 """Mixed load on the server for a while: texts, cache blocks, errors and memory must come out right.
 
-    python bench/soak.py [--minutes 10] [--model demo] [--clients 12] [--texts 48] [--seed 0] [--online M]
+    python bench/soak.py [--minutes 10] [--model demo] [--clients 12] [--texts 48] [--online M] [--no-grammars]
 
 First an engine without speculation and without memory pressure writes the texts that are expected. Then a server with
 too few cache blocks and a short queue gets requests from all clients at once: whole and streamed answers with any k,
 clients that leave during a stream or while they wait, bodies that are no requests, prompts and bodies that are too
-long. At the end its books are read; then the load goes on and the server gets a SIGTERM in the middle of it: every
-request under way must end with its text or a clean error. Exit code 1 when anything was wrong; the last line is JSON.
+long, bodies made to hold it up (bench/hostile.py), and more silent connections than it has descriptors; another process
+asks for its health all the while. At the end its books are read; then the load goes on and the server gets a SIGTERM in
+the middle of it: every request under way must end with its text or a clean error. Exit code 1 when anything was wrong;
+the last line is JSON.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import json
 import os
 import random
 import re
+import resource
 import signal
 import statistics
 import subprocess
@@ -30,11 +33,19 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from hostile import WATCH, bodies, keep_silent
 
 from skipstone import LLM, SamplingParams
 
 ROOT = Path(__file__).resolve().parent.parent
-LIMITS = {"max_num_seqs": 8, "max_queue": 4, "num_blocks": 32, "max_model_len": 1024, "max_body_bytes": 100_000}
+LIMITS: dict[str, Any] = {
+    "max_num_seqs": 8, "max_queue": 4, "num_blocks": 32, "max_model_len": 1024,
+    "client_timeout": 5, "allowed_host": "soak", "api_key": "mine",
+}  # fmt: skip
+KEY, OTHER_KEY = {"authorization": "Bearer mine"}, {"authorization": "Bearer other"}
+FILES = 256  # descriptors of the server
+SILENT = 400  # connections that say nothing
+SLOWEST_HEALTH_S = 0.5  # for an answer while the server works for at least half of it; other programs do not count
 LONGEST_PROMPT = 1200  # characters
 LARGEST_GROWTH = 0.03  # of the median memory, from the middle third of the run to the last
 SHORTEST_RUN_S = 120.0  # for growth to be judged, and preemption to be missed
@@ -48,6 +59,7 @@ BAD_BODIES: list[tuple[bytes, int]] = [
     (b'{"prompt": "a", "max_tokens": "many"}', 400), (b'{"prompt": "a", "model": "other"}', 404),
     (b'{"prompt": [99999999]}', 400), (b'{"prompt": "a", "speculation": {"k": 999}}', 400),
 ]  # fmt: skip
+Hostile = dict[str, tuple[str, bytes, tuple[int, ...]]]  # name -> address, body, statuses
 CUT_OFF = (httpx.ConnectError, httpx.ReadError, httpx.RemoteProtocolError, httpx.WriteError)
 
 
@@ -89,13 +101,26 @@ class Server:
 
     def __init__(self, model: str, online: int | None) -> None:
         flags = [word for name, value in LIMITS.items() for word in ("--" + name.replace("_", "-"), str(value))]
-        flags += ["--online", str(online)] if online else []
+        flags += ["--api-key", "other"] + (["--online", str(online)] if online else [])
         command = [sys.executable, "-m", "skipstone", "serve", model, "--port", "0", "--log-format", "json", "--quiet"]
         self.log = tempfile.NamedTemporaryFile("w+", suffix=".log", delete=False)  # noqa: SIM115 (it outlives this)
         self.process = subprocess.Popen(
-            [*command, *flags], cwd=ROOT, stderr=self.log, env=os.environ | {"OMP_NUM_THREADS": "1"}
+            [*command, *flags],
+            cwd=ROOT,
+            stderr=self.log,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, FILES)),
         )
         self.url = self._wait_ready()
+        host, _, port = self.url.removeprefix("http://").partition(":")
+        self.address = host, int(port)
+        watch = [sys.executable, "-c", WATCH, host, port, str(self.process.pid)]
+        self.watch = subprocess.Popen(watch, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def health(self) -> list[tuple[float, float]]:
+        """Seconds that each answer took, and for how many of them the server was at work; ends the watch."""
+        found: list[tuple[float, float]] = json.loads(self.watch.communicate()[0])
+        return found
 
     def _wait_ready(self) -> str:
         end = time.monotonic() + 120
@@ -115,7 +140,7 @@ class Server:
     def metrics(self) -> dict[str, float]:
         """Every sample of /metrics: name, with the labels that are its own -> value."""
         found = {}
-        for line in httpx.get(self.url + "/metrics", timeout=60).text.splitlines():
+        for line in httpx.get(self.url + "/metrics", timeout=60, headers=KEY).text.splitlines():
             if not line.startswith("#"):
                 name, value = line.rsplit(" ", 1)
                 found[re.sub(r'(model_name|engine)="[^"]*",?', "", name).replace(",}", "}").replace("{}", "")] = float(
@@ -132,8 +157,8 @@ class Server:
 class Load:
     """The clients, and what came of their requests."""
 
-    def __init__(self, url: str, texts: list[Text], seed: int) -> None:
-        self.url, self.texts, self.seed = url, texts, seed
+    def __init__(self, url: str, texts: list[Text], seed: int, hostile: Hostile) -> None:
+        self.url, self.texts, self.seed, self.hostile = url, texts, seed, hostile
         self.counts: collections.Counter[str] = collections.Counter()
         self.wrong: list[str] = []
         self.stopping = False  # the server is: refusals and closed connections are as they should be
@@ -141,8 +166,8 @@ class Load:
     async def run(self, clients: int, until: float, watch: Any = None) -> None:
         """All clients at once until that time; `watch` is called every half second."""
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        async with httpx.AsyncClient(base_url=self.url, timeout=120, limits=limits) as http:
-            tasks = [asyncio.create_task(Client(self, http, number, until).run()) for number in range(clients)]
+        async with httpx.AsyncClient(base_url=self.url, timeout=120, limits=limits, headers=KEY) as http:
+            tasks = [asyncio.create_task(Client(self, http, number, clients, until).run()) for number in range(clients)]
             while not all(task.done() for task in tasks):
                 if watch is not None:
                     watch()
@@ -153,16 +178,22 @@ class Load:
 class Client:
     """One after the other, requests of every kind."""
 
-    def __init__(self, load: Load, http: httpx.AsyncClient, number: int, until: float) -> None:
+    def __init__(self, load: Load, http: httpx.AsyncClient, number: int, clients: int, until: float) -> None:
         self.load, self.http, self.until = load, http, until
         self.draw = random.Random(f"{load.seed} {number} {until}")
+        names = [] if load.counts else list(load.hostile)  # so that even a short run sends them all
+        self.first = names[number::clients]
         self.late = False  # whether the server was already ending when the request was sent
 
     async def run(self) -> None:
         """Go on until the time is over."""
-        actions = [self._whole, self._stream, self._leave_stream, self._leave, self._bad, self._too_long, self._look]
+        ordinary = [self._whole, self._stream, self._leave_stream, self._leave, self._bad, self._too_long, self._look]
+        actions = [*ordinary, self._hostile, self._others]
         while time.monotonic() < self.until:
-            (action,) = self.draw.choices(actions, weights=[26, 26, 14, 8, 10, 8, 8])
+            if self.first and self.draw.random() < 0.5:
+                await self._hostile(self.first.pop())
+                continue
+            (action,) = self.draw.choices(actions, weights=[26, 26, 14, 8, 10, 8, 8, 6, 3])
             self.late = self.load.stopping
             try:
                 await action()
@@ -179,6 +210,7 @@ class Client:
     def _body(self, stream: bool) -> tuple[Text, dict[str, Any]]:
         text = self.draw.choice(self.load.texts)
         extra: dict[str, Any] = {"speculation": {"k": self.draw.randint(0, 3)}} if self.draw.random() < 0.5 else {}
+        extra |= {"cache_salt": self.draw.choice("ab")} if self.draw.random() < 0.3 else {}
         return text, {"prompt": text.prompt, "stream": stream, **text.fields, **extra}
 
     def _compare(self, text: Text, texts: list[str]) -> None:
@@ -250,10 +282,25 @@ class Client:
         self._note("bad body", right, f"{body!r}: {answer.status_code} {answer.text}")
 
     async def _too_long(self) -> None:
-        words, status = self.draw.choice([(3_000, 400), (40_000, 413)])
-        answer = await self.http.post("/v1/completions", json={"prompt": "word " * words})
-        right = answer.status_code == status or (self.load.stopping and answer.status_code == 503)
-        self._note("too long", right, f"{words} words: {answer.status_code} {answer.text}")
+        answer = await self.http.post("/v1/completions", json={"prompt": "word " * 3000})
+        right = answer.status_code == 400 or (self.load.stopping and answer.status_code == 503)
+        self._note("too long", right, f"{answer.status_code} {answer.text}")
+
+    async def _hostile(self, name: str | None = None) -> None:
+        name = name or self.draw.choice(list(self.load.hostile))
+        path, body, statuses = self.load.hostile[name]
+        answer = await self.http.post(path, content=body, headers={"content-type": "application/json"})
+        if answer.status_code in (429, 503):
+            await self._refused(answer)
+        else:
+            self._note("hostile body", answer.status_code in statuses, f"{name}: {answer.status_code} {answer.text}")
+
+    async def _others(self) -> None:
+        """Another key sees nothing of these requests; another name of this machine is none of the server's."""
+        seen = await self.http.get("/slots", headers=OTHER_KEY)
+        named = await self.http.get("/v1/models", headers={"host": "elsewhere.example"})
+        right = self.load.stopping or (seen.json() == {"requests": []} and named.status_code == 403)
+        self._note("kept apart", right, f"{seen.text} {named.status_code}")
 
     async def _look(self) -> None:
         path = self.draw.choice(["/health", "/ready", "/metrics", "/v1/models", "/openapi.json"])
@@ -278,6 +325,13 @@ def wait_idle(server: Server) -> dict[str, float]:
     return metrics
 
 
+async def load_and_silence(load: Load, clients: int, server: Server, end: float, memory: list[float]) -> int:
+    """The load until that time, beside connections that say nothing; returns how many of these there were."""
+    silent = asyncio.create_task(keep_silent(*server.address, SILENT, end))
+    await load.run(clients, end, lambda: memory.append(server.memory))
+    return await silent
+
+
 async def terminate(server: Server, load: Load, clients: int) -> int:
     """SIGTERM in the middle of the load; the exit code."""
 
@@ -299,20 +353,23 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=12)
     parser.add_argument("--texts", type=int, default=48)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--no-grammars", action="store_true", help="leave out the grammars that are hard to compile")
     parser.add_argument("--online", type=int, metavar="M", help="the server recomputes one of M verify steps")
     args = parser.parse_args()
     texts = make_texts(args.texts, random.Random(args.seed))
     write_expected(args.model, texts)
     server = Server(args.model, args.online)
     try:
-        load, memory = Load(server.url, texts, args.seed), []
+        load, memory = Load(server.url, texts, args.seed, bodies(not args.no_grammars)), []
         seconds = 60 * args.minutes
-        asyncio.run(load.run(args.clients, time.monotonic() + seconds, lambda: memory.append(server.memory)))
-        metrics = wait_idle(server)
+        end = time.monotonic() + seconds
+        silent = asyncio.run(load_and_silence(load, args.clients, server, end, memory))
+        metrics, health = wait_idle(server), server.health()
         under_load = dict(load.counts)
         exit_code = asyncio.run(terminate(server, load, args.clients))
     finally:
         server.process.kill()
+        server.watch.kill()
     result = {
         "bench": "soak", "model": args.model, "seconds": seconds, "clients": args.clients, "texts": args.texts,
         "outcomes": under_load, "outcomes_with_sigterm": dict(load.counts - collections.Counter(under_load)),
@@ -323,15 +380,16 @@ def main() -> int:
         "aborts": metrics['vllm:request_success_total{finished_reason="abort"}'],
         "generated_tokens": metrics["vllm:generation_tokens_total"],
         "tokens_per_verify_step": round(metrics["skipstone_acceptance_length"], 3),
+        "silent_connections": silent, "health_answers": len(health), "slowest_health_s": round(max(health)[0], 3),
+        "late_health_answers": sum(wall > SLOWEST_HEALTH_S and busy > SLOWEST_HEALTH_S / 2 for wall, busy in health),
         "memory_mb": [round(memory[0], 1), round(max(memory), 1), round(memory[-1], 1)],
         "memory_growth": round(growth(memory, statistics.median), 4),
         "peak_growth": round(growth(memory, max), 4),  # of single large bodies: not judged
     }  # fmt: skip
     if args.online:
         result |= {name: metrics[f"skipstone_{name}_total"] for name in ("online_checks", "online_mismatches")}
-    faults = [
-        f"{result[name]} {name}" for name in ("wrong", "log_errors", "leaked_blocks", "answers_5xx") if result[name]
-    ]
+    must_be_none = ("wrong", "log_errors", "leaked_blocks", "answers_5xx", "late_health_answers")
+    faults = [f"{result[name]} {name}" for name in must_be_none if result[name]]
     faults += [] if exit_code == 0 else [f"exit code {exit_code}"]
     faults += [] if under_load.get("text") else ["no text"]
     if seconds >= SHORTEST_RUN_S:

@@ -24,6 +24,7 @@ from skipstone.models.loader import ModelInfo, read_json, read_model_info
 from skipstone.models.locate import locate
 from skipstone.outputs import RequestOutput, StreamEvent
 from skipstone.registry import GRAMMARS
+from skipstone.runtime.block_pool import hash_salt
 from skipstone.runtime.engine import Engine
 from skipstone.serve.text import Tokenizer
 from skipstone.session import Choice, Session
@@ -95,6 +96,8 @@ class LLM:
         make = GRAMMARS.load("llguidance")
         self._grammars: GrammarMaker = make(self.folder, self.info.config.vocab_size, self.eos_token_ids)
         self.engine = Engine(self.info, self.config, observer)
+        if self.tokenizer is not None:
+            self.tokenizer.context = self.engine.caches.max_model_len
         self._sessions: dict[str, tuple[Session, Choice]] = {}
         self._numbers = itertools.count()
         self._lock, self._door = threading.RLock(), threading.Lock()
@@ -215,14 +218,18 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def add(self, prompt: Prompt, params: SamplingParams, prediction: Sequence[int] = ()) -> Session:
+    def add(
+        self, prompt: Prompt, params: SamplingParams, prediction: Sequence[int] = (), cache_salt: str = ""
+    ) -> Session:
         """Queue a prompt without running it; `step` runs all that is queued.
 
         `prediction`: tokens that the output is expected to contain; prompt lookup drafts from them as well.
+        `cache_salt`: cached blocks are shared among requests of the same salt only.
         """
         session = self._session(prompt, self._params_for(params, 1)[0])
         for choice in session.choices:
             choice.request.prediction = list(prediction)
+            choice.request.first_parent = hash_salt(cache_salt)
         self._submit([session])
         return session
 

@@ -16,7 +16,7 @@ import openai
 import uvicorn
 
 from skipstone import LLM
-from skipstone.serve.api import make_app
+from skipstone.serve.http_server import http_options
 from skipstone.serve.server_config import ServerConfig
 from skipstone.serve.service import Service
 from skipstone.serve.step_observer import StepObserver
@@ -59,8 +59,7 @@ def serving(model: str = "demo", server: dict[str, Any] | None = None, **engine:
     llm = LLM(model, observer=observer, **engine)
     service = Service(llm, ServerConfig(**server or {}), observer)
     listener = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(make_app(service), lifespan="off", log_config=None, access_log=False, ws="none")
-    http = uvicorn.Server(config)
+    http = uvicorn.Server(http_options(service))
     thread = threading.Thread(target=lambda: asyncio.run(http.serve(sockets=[listener])))
     service.engine.start()
     thread.start()

@@ -19,7 +19,8 @@ Written by `python tests/test_cli_docs.py`; a test compares it with the program.
 Every option below exists as a flag, as an environment variable and as a key of a `--config` file. A flag wins over a
 variable, a variable over the file, the file over the checkpoint's `generation_config.json` (sampling options only), and
 that over the default. `--print-config` prints every value with its origin, in the format that `--config` reads. An
-unknown flag, key, or variable that begins with `SKIPSTONE_` is an error. In flags `_` and `-` are the same. Whole
+unknown flag, key, or variable that begins with `SKIPSTONE_` is an error, but for those that Kubernetes sets for a
+service of such a name (`SKIPSTONE_SERVICE_HOST`, `SKIPSTONE_PORT=tcp://...`). In flags `_` and `-` are the same. Whole
 numbers may end in k, m, g (powers of 1000) or K, M, G (powers of 1024).
 
 Results go to standard output, everything else to standard error.

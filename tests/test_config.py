@@ -121,6 +121,33 @@ def test_every_sampling_field_has_help() -> None:
     assert list(SAMPLING_HELP) == list(options_of(SamplingParams))
 
 
+@pytest.mark.parametrize("service", ["SKIPSTONE", "SKIPSTONE_SPEC", "SKIPSTONE_API_KEY", "SKIPSTONE_2"])
+def test_variables_of_a_service_of_that_name_are_passed_over(service: str) -> None:
+    """Kubernetes tells every container of every service of its namespace."""
+    environ = {
+        f"{service}_SERVICE_HOST": "10.0.0.7",
+        f"{service}_SERVICE_PORT": "8000",
+        f"{service}_SERVICE_PORT_HTTP": "8000",
+        f"{service}_PORT": "tcp://10.0.0.7:8000",
+        f"{service}_PORT_8000_TCP": "tcp://10.0.0.7:8000",
+        f"{service}_PORT_8000_TCP_PROTO": "tcp",
+        f"{service}_PORT_8000_TCP_PORT": "8000",
+        f"{service}_PORT_8000_TCP_ADDR": "10.0.0.7",
+        f"{service}_PORT_53_UDP": "udp://10.0.0.7:53",
+    }
+    found = settings("demo", verb="serve", environ=environ)
+    assert (found.values["port"], found.sources["port"]) == (8000, "default")
+    assert set(found.sources.values()) == {"default", "command line"}
+    found = settings("demo", verb="serve", environ=environ | {"SKIPSTONE_PORT": "81"})
+    assert (found.values["port"], found.sources["port"]) == (81, "SKIPSTONE_PORT")
+
+
+@pytest.mark.parametrize("given", [{"SKIPSTONE_PORT": "http://a"}, {"SKIPSTONE_SERVICE_HOSTS": "a"}])
+def test_what_no_service_sets_is_still_an_error(given: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(given.values())) + "|" + next(iter(given))):
+        settings("demo", verb="serve", environ=given)
+
+
 def test_flag_beats_variable_beats_file_beats_checkpoint_beats_default(tmp_path: Path) -> None:
     file = tmp_path / "options.yaml"
     file.write_text("top-k: 1\nmax_num_seqs: 1\nseed: 1\n")

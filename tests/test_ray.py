@@ -29,7 +29,8 @@ DEMO = ROOT / "checkpoints" / "demo"
 ray = pytest.importorskip("ray", reason="the extra ray is not installed")
 from ray.exceptions import RayError  # noqa: E402
 
-from skipstone.serve.ray_front import ATTEMPTS, Front, Work, merge_pages  # noqa: E402
+from skipstone.serve.api_decode import MOST_VALUES  # noqa: E402
+from skipstone.serve.ray_front import ATTEMPTS, Front, Work, _prompt, merge_pages  # noqa: E402
 
 START = {"type": "http.response.start", "status": 200, "headers": [(b"x-request-id", b"r"), (b"a", b"b")]}
 Script = list[Any]  # messages; an exception is raised in its place
@@ -111,6 +112,24 @@ class TestFront:
         handle = Handle([START])
         call(handle, body)
         assert handle.works[0].prompt == prompt
+
+    def test_what_would_take_long_to_read_is_not_read(self) -> None:
+        assert _prompt(b'{"prompt": [' + b"[]," * MOST_VALUES + b"[]]}") == "-"
+
+    def test_a_body_that_does_not_come_is_given_up(self) -> None:
+        async def receive() -> Any:
+            await asyncio.sleep(0.02)
+            return {"type": "http.request", "body": b"a", "more_body": True}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        sent: list[Any] = []
+        handle = Handle([START])
+        scope = {"type": "http", "method": "POST", "path": "/", "query_string": b"", "headers": []}
+        asyncio.run(Front(handle, None, 4000, patience=0.1)(scope, receive, send))
+        assert sent[0]["status"] == 408 and json.loads(sent[1]["body"])["error"]["code"] == "request_timeout"
+        assert handle.works == []
 
     def test_a_body_that_is_too_long_is_not_read_to_its_end(self) -> None:
         handle = Handle([START])

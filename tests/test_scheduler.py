@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from array import array
 from dataclasses import dataclass
 
 import pytest
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from skipstone.core.batch import FIRST_BLOCK
 from skipstone.core.plan import ScheduledRequest, StepOutput, StepPlan, StepResult
 from skipstone.core.request import FinishReason, Request, SamplingParams
-from skipstone.runtime.block_pool import BlockAccountingError, BlockPool, hash_block
+from skipstone.runtime.block_pool import BlockAccountingError, BlockPool, hash_block, hash_salt
 from skipstone.runtime.scheduler import Scheduler
 
 VOCAB = 40
@@ -513,6 +514,23 @@ class TestBlockPool:
         pool.register(blocks[2], known, (4,))
         assert pool.acquire_prefix([1, 2, 4], 1, next_tokens=1) == ([blocks[2]], [known], False)
         pool.check([blocks, blocks[:1], blocks[1:2], blocks[1:2], blocks[2:]])
+
+    def test_a_salt_parts_equal_beginnings(self) -> None:
+        pool = BlockPool(FIRST_BLOCK + 4, 2)
+        blocks = pool.allocate(3)
+        assert blocks is not None
+        first, second = hash_block(b"", [1, 2]), hash_block(hash_block(b"", [1, 2]), [3, 4])
+        pool.register(blocks[0], first)
+        pool.register(blocks[1], second)
+        assert pool.acquire_prefix([1, 2, 3, 4], 2, parent=hash_salt("a")).blocks == []
+        pool.register(blocks[2], hash_block(hash_salt("a"), [1, 2]))
+        assert pool.acquire_prefix([1, 2, 3, 4], 2, parent=hash_salt("a")).blocks == [blocks[2]]
+        assert pool.acquire_prefix([1, 2, 3, 4], 2).blocks == blocks[:2]
+        assert hash_salt("") == b"" and hash_salt("a") != hash_salt("b")
+        # A salt that spells a block must not stand for that block: its successor holds keys of other positions.
+        spelled = array("q", [1, 2]).tobytes().decode()
+        assert pool.acquire_prefix([3, 4], 1, parent=hash_salt(spelled)).blocks == []
+        pool.check([blocks, blocks[2:], blocks[:2]])
 
     def test_finding_a_block_makes_it_recent(self) -> None:
         pool = BlockPool(FIRST_BLOCK + 3, 2)

@@ -181,7 +181,9 @@ def test_requests_under_way_are_listed_and_ended_by_their_ids(server: Serving) -
     named: Any = [{"extra_headers": {"X-Request-Id": name}} for name in ("first", "second")]
     running = client.completions.create(model="demo", prompt=[5, 6, 7], stream=True, **LONG, **named[0])
     next(iter(running))
-    waiting = client.completions.create(model="demo", prompt="b", stream=True, max_tokens=2, n=1, **named[1])
+    waiting = client.completions.create(
+        model="demo", prompt="b", stream=True, max_tokens=2, n=1, extra_body={"ignore_eos": True}, **named[1]
+    )
     first, second = server.get("/slots").json()["requests"]
     assert (first["request_id"], first["state"], first["prompt_tokens"]) == ("first", "running", 3)
     assert (second["request_id"], second["state"], second["max_tokens"]) == ("second", "waiting", 2)

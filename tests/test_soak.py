@@ -1,4 +1,4 @@
-"""A few seconds of bench/soak.py: mixed load, the books at the end, then a SIGTERM in the middle of the load."""
+"""A few seconds of bench/soak.py: mixed load beside hostile bodies and silent connections, then a SIGTERM within it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ DEMO = ROOT / "checkpoints" / "demo"
 
 @pytest.mark.skipif(not any(DEMO.glob("*.safetensors")), reason="the demo checkpoint's weights are not here")
 def test_a_short_soak() -> None:
-    command = [sys.executable, "bench/soak.py", "--minutes", "0.15", "--texts", "10", "--clients", "8"]
+    command = [sys.executable, "bench/soak.py", "--minutes", "0.2", "--texts", "10", "--clients", "8"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["outcomes"]["text"] > 0 and result["aborts"] > 0 and result["exit_code_after_sigterm"] == 0
+    assert result["outcomes"]["hostile body"] >= 5 and result["outcomes"]["kept apart"] > 0
+    assert result["silent_connections"] > 256 and result["health_answers"] > 10
     assert any(name.startswith("under way, then") for name in result["outcomes_with_sigterm"])

@@ -6,6 +6,7 @@ import itertools
 import json
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from tokenizers import Tokenizer as Backend
 
 from skipstone.core.request import SamplingParams
 from skipstone.errors import CheckpointError, RequestError
-from skipstone.serve.text import Tokenizer
+from skipstone.serve.text import MANY_TOKENS, Tokenizer
 from skipstone.serve.text_stream import TextStream
 
 CORPUS = ["the stone skips over the water, the water keeps the stone", "你好 世界 👋🏽 zażółć", "def f(x): return x"]
@@ -114,6 +115,35 @@ def test_other_threads_go_on_while_a_large_text_is_encoded(tokenizer: Tokenizer)
     ended.set()
     thread.join()
     assert gained >= 5, f"{gained} turns in {seconds:.2f} s"
+
+
+def test_text_longer_than_the_context_is_refused_before_it_is_encoded(tmp_path: Path) -> None:
+    tokenizer = write_folder(tmp_path, byte_level_backend())
+    longest = max(map(tokenizer.token_text, range(tokenizer.vocab_size)), key=len)
+    assert tokenizer.longest_token >= len(longest)
+    tokenizer.context = 20
+    fits = (longest * 20)[: 20 * tokenizer.longest_token]
+    assert len(tokenizer.encode(longest * 20)) >= 20 and tokenizer.encode(fits)
+    long = "a" * (20 * tokenizer.longest_token + 1)
+    turn = [{"role": "user", "content": long}]
+    short = [{"role": "user", "content": "a"}]
+    tokenizer._tokenizer = None  # type: ignore[assignment]  # nothing may be asked of it
+    calls: list[Callable[[], Any]] = [
+        lambda: tokenizer.encode(long),
+        lambda: tokenizer.encode(long, add_special_tokens=False),
+        lambda: tokenizer.encode_chat(turn),
+        lambda: tokenizer.render_chat(turn),
+        lambda: tokenizer.render_chat(short, tools=[{"type": "function", "function": {"name": long}}]),
+    ]
+    for call in calls:
+        with pytest.raises(RequestError, match=r"the text has \d+ characters, but the context holds 20 tokens"):
+            call()
+
+
+def test_many_ids_have_the_text_of_their_pieces(tokenizer: Tokenizer) -> None:
+    token_ids = tokenizer.encode(CORPUS[0] + " " + CORPUS[2])
+    count = MANY_TOKENS // len(token_ids) + 1
+    assert tokenizer.decode(token_ids * count) == tokenizer.decode(token_ids) * count
 
 
 def test_text_of_one_token_keeps_its_space(tokenizer: Tokenizer, fallback_tokenizer: Tokenizer) -> None:

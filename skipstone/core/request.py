@@ -191,6 +191,7 @@ class Request:
     num_accepted: int = 0  # in its latest step
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
+    first_parent: bytes = b""  # what the hash of the first block goes on from: equal for those who share cached blocks
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None

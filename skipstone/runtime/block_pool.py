@@ -19,6 +19,11 @@ class BlockAccountingError(RuntimeError):
     """The pool's books do not balance: a bug of ours."""
 
 
+def hash_salt(salt: str) -> bytes:
+    """Parent of the first block of those who share a salt; empty without one. Never the hash of a block."""
+    return hashlib.blake2b(salt.encode(), digest_size=16, person=b"salt").digest() if salt else b""
+
+
 def hash_block(parent: bytes, token_ids: list[int]) -> bytes:
     """Hash of a full block, given the hash of the block before it: equal only for equal beginnings."""
     return hashlib.blake2b(parent + array("q", token_ids).tobytes(), digest_size=16).digest()
@@ -106,8 +111,10 @@ class BlockPool:
             copies[following] = block
             self._key_of[block] = (block_hash, following)
 
-    def acquire_prefix(self, token_ids: list[int], most_blocks: int, next_tokens: int | None = None) -> PrefixMatch:
-        """Own the longest run of cached blocks that begin `token_ids`.
+    def acquire_prefix(
+        self, token_ids: list[int], most_blocks: int, next_tokens: int | None = None, parent: bytes = b""
+    ) -> PrefixMatch:
+        """Own the longest run of cached blocks that begin `token_ids`, hashed from `parent` on.
 
         `next_tokens` None: only the target's caches matter. Else draft caches must be filled, for the same
         `next_tokens` tokens behind the block; a block whose draft caches were filled for other ones ends the run, and
@@ -115,7 +122,6 @@ class BlockPool:
         """
         blocks: list[int] = []
         hashes: list[bytes] = []
-        parent = b""
         size = self.block_size
         for i in range(most_blocks):
             parent = hash_block(parent, token_ids[i * size : (i + 1) * size])

@@ -250,7 +250,7 @@ class Scheduler:
         most = (len(request.token_ids) - 1) // size
         drafts = request.max_drafts > 0 and self.needs is not None and self.needs.uses_caches
         next_tokens = self.needs.next_tokens if drafts and self.needs is not None else None
-        match = self.pool.acquire_prefix(request.token_ids, most, next_tokens)
+        match = self.pool.acquire_prefix(request.token_ids, most, next_tokens, request.first_parent)
         request.block_ids, request.block_hashes = match.blocks, match.hashes
         request.num_computed_tokens = len(match.blocks) * size
         if match.partial:
@@ -332,7 +332,7 @@ class Scheduler:
             full = min(full, request.num_draft_computed)
         full //= size
         for i in range(len(request.block_hashes), full):
-            parent = request.block_hashes[-1] if request.block_hashes else b""
+            parent = request.block_hashes[-1] if request.block_hashes else request.first_parent
             block_hash = hash_block(parent, request.token_ids[i * size : (i + 1) * size])
             request.block_hashes.append(block_hash)
             self.pool.register(request.block_ids[i], block_hash, self._following(request, (i + 1) * size))

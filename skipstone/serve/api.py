@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from skipstone.serve.api_errors import ApiError, ClientLeft, engine_failed
+from skipstone.serve.api_errors import ApiError, ClientLeft, engine_failed, unavailable
 from skipstone.serve.api_routes import ENDPOINTS, Endpoint, unknown_address
 from skipstone.serve.api_schema import openapi
 from skipstone.serve.page_files import page_routes
@@ -26,6 +26,7 @@ from skipstone.serve.service import Service, program_version
 LOG = logging.getLogger("skipstone.http")
 OPEN_PATHS = frozenset(endpoint.path for endpoint in ENDPOINTS if endpoint.is_open)
 QUIET_PATHS = OPEN_PATHS | {"/metrics", "/v1/stats"}  # asked for every few seconds, so not logged
+LONGEST_PATH = 200  # of which the log shows
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
@@ -47,6 +48,7 @@ class Gate:
         self.service = service
         self.openapi = openapi(ENDPOINTS, program_version(), bool(service.config.api_keys))
         self._keys = [key.encode() for key in service.config.api_keys]
+        self._hosts = {host.lower() for host in service.config.hosts}
         routes = [
             Route(endpoint.path.replace("{model}", "{model:path}"), self._endpoint(endpoint), methods=[endpoint.method])
             for endpoint in ENDPOINTS
@@ -71,11 +73,15 @@ class Gate:
         headers, started = Headers(scope=scope), time.perf_counter()
         given = headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(12)
-        log: dict[str, Any] = {"request_id": request_id, "method": scope["method"], "path": scope["path"]}
+        path = scope["path"][:LONGEST_PATH]
+        log: dict[str, Any] = {"request_id": request_id, "method": scope["method"], "path": path}
         scope.update(app=self, request_id=request_id, log=log)
         sender = functools.partial(self._send, send, log)
         try:
-            self._check_key(scope, headers)
+            if scope.get("crowded") and scope["path"] not in OPEN_PATHS:
+                raise unavailable("there are too many connections; try again later", "too_many_connections")
+            self._check_host(scope, headers)
+            scope["owner"] = self._check_key(scope, headers)
             await self._router(scope, receive, sender)
         except ClientLeft:
             pass
@@ -85,13 +91,27 @@ class Gate:
             LOG.exception("request failed", extra={"request_id": request_id})
             await self._refuse(engine_failed(request_id), sender, log)
         finally:
+            self.service.release(scope)
             log["ms"] = round((time.perf_counter() - started) * 1000, 1)
             if scope["path"] not in QUIET_PATHS:
                 LOG.info("request", extra=log)
 
-    def _check_key(self, scope: Scope, headers: Headers) -> None:
-        if not self._keys or scope["path"] in self._open_paths:
+    def _check_host(self, scope: Scope, headers: Headers) -> None:
+        """A page of another site can make its own name mean this machine, and then be of the server's origin."""
+        host = headers.get("host", "")
+        name = host.rpartition(":")[0] if re.search(r":\d*$", host) else host
+        if not name or "*" in self._hosts or name.lower() in self._hosts or scope["path"] in OPEN_PATHS:
             return
+        raise ApiError(
+            403,
+            f"{name[:200]!r} is not a name of this server; start it with --allowed-host {name[:200]} if it should be",
+            code="host_not_allowed",
+        )
+
+    def _check_key(self, scope: Scope, headers: Headers) -> int | None:
+        """Which of the keys was sent; None where none is needed."""
+        if not self._keys or scope["path"] in self._open_paths:
+            return None
         scheme, _, key = headers.get("authorization", "").partition(" ")
         # All keys are compared, so that the time taken does not tell which one was near.
         matches = [hmac.compare_digest(key.strip().encode("latin-1", "replace"), known) for known in self._keys]
@@ -103,6 +123,7 @@ class Gate:
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
+        return matches.index(True)
 
     async def _send(self, send: Send, log: dict[str, Any], message: Message) -> None:
         """Pass a message on, with the request's id in the headers."""

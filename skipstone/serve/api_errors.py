@@ -9,6 +9,7 @@ import msgspec
 
 from skipstone.errors import SkipstoneError
 
+SLOWEST = 10_000  # bytes per second of a body, below which its client is given up
 INVALID = "invalid_request_error"
 # How a message of the engine begins when it is about one parameter.
 _PARAMETER = re.compile(r"([a-z_]+)(?:=|\[| contains | cannot be used| needs )")
@@ -79,6 +80,11 @@ def timed_out(seconds: float) -> ApiError:
         type="timeout",
         code="request_timeout",
     )
+
+
+def too_slow() -> ApiError:
+    """A client that takes too long to send its request."""
+    return ApiError(408, "the request was not sent in time", type="timeout", code="request_timeout")
 
 
 def aborted() -> ApiError:

@@ -11,7 +11,7 @@ from skipstone.serve.api_requests import ChatRequest, CompletionRequest, Content
 from skipstone.serve.api_structured import Constraint, constraint
 from skipstone.serve.api_tools import ToolUse
 from skipstone.serve.generation import Job
-from skipstone.serve.service import Service
+from skipstone.serve.service import Service, plain_messages
 
 COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; the engine ends a text where the context does
 SAME_NAME = (
@@ -21,17 +21,17 @@ SAME_NAME = (
 API_NAMES = {name: name for name in SamplingParams.__struct_fields__} | {"num_speculative_tokens": "speculation.k"}
 
 
-async def completion_job(service: Service, body: CompletionRequest, request_id: str) -> Job:
+def completion_job(service: Service, body: CompletionRequest, request_id: str) -> Job:
     """The job of a /v1/completions body. Raises ApiError."""
-    prompts = await _read_prompts(service, body.prompt)
+    prompts = _read_prompts(service, body)
     wanted: dict[str, Any] = {"logprobs": body.logprobs}
     if body.echo and body.logprobs is not None:
         wanted["prompt_logprobs"] = body.logprobs
     asked = constraint(body)
-    return await _job(service, body, request_id, prompts, body.max_tokens, COMPLETION_TOKENS, wanted, asked)
+    return _job(service, body, request_id, prompts, body.max_tokens, COMPLETION_TOKENS, wanted, asked)
 
 
-async def chat_job(service: Service, body: ChatRequest, tools: ToolUse | None, request_id: str) -> Job:
+def chat_job(service: Service, body: ChatRequest, tools: ToolUse | None, request_id: str) -> Job:
     """The job of a /v1/chat/completions body. Raises ApiError."""
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs=true", "top_logprobs")
@@ -39,7 +39,8 @@ async def chat_job(service: Service, body: ChatRequest, tools: ToolUse | None, r
     if len(limits) == 2:
         raise bad_request("max_tokens and max_completion_tokens differ; send one of them", "max_completion_tokens")
     try:
-        prompt = await service.encode_chat(body.messages, *template_options(body, tools))
+        messages = plain_messages(body.messages)
+        prompt = service.tokenizer.encode_chat(messages, *template_options(body, tools))
     except SkipstoneError as error:
         raise template_error(error, service) from None
     wanted: dict[str, Any] = {"logprobs": (body.top_logprobs or 0) if body.logprobs else None}
@@ -57,7 +58,7 @@ async def chat_job(service: Service, body: ChatRequest, tools: ToolUse | None, r
                     "skip_special_tokens",
                 )
             wanted["skip_special_tokens"] = False
-    return await _job(service, body, request_id, [prompt], limits.pop() if limits else None, None, wanted, asked)
+    return _job(service, body, request_id, [prompt], limits.pop() if limits else None, None, wanted, asked)
 
 
 def _check_constraint(service: Service, body: ChatRequest, prompt: list[int], path: str) -> None:
@@ -87,12 +88,18 @@ def template_options(body: ChatRequest | TemplateRequest, tools: ToolUse | None)
 def template_error(error: SkipstoneError, service: Service) -> ApiError:
     """A conversation that the template refuses, without where the model lies on the server's disk."""
     text = str(error)
-    code = "missing_chat_template" if "has no chat template" in text else "invalid_value"
     param = "chat_template_kwargs" if text.startswith("chat_template_kwargs") else "messages"
-    return bad_request(text.replace(str(service.llm.folder), service.name), param, code)
+    if "has no chat template" in text:
+        return bad_request(text.replace(str(service.llm.folder), service.name), param, "missing_chat_template")
+    return text_error(text.replace(str(service.llm.folder), service.name), param)
 
 
-async def _job(
+def text_error(text: str, param: str) -> ApiError:
+    """Text that cannot be encoded; `text`: what the tokenizer says of it."""
+    return bad_request(text, param, "context_length_exceeded" if "the context holds" in text else "invalid_value")
+
+
+def _job(
     service: Service,
     body: Sampling,
     request_id: str,
@@ -109,23 +116,24 @@ async def _job(
     wanted = wanted | {"max_tokens": default_max_tokens if max_tokens is None else max_tokens}
     names = API_NAMES | (asked.names if asked else {})
     params = _params(service, body, wanted, asked, names)
-    try:
-        grammar = await service.make_grammar(params)
-    except SkipstoneError as error:
-        raise from_engine(error, names) from None
-    job = Job(
+    return Job(
         request_id=request_id,
         prompts=prompts,
         params=params,
-        prediction=await _prediction(service, body),
+        prediction=_prediction(service, body),
+        cache_salt=body.cache_salt or "",
         stream=bool(body.stream),
         origins=bool(body.return_token_origins),
         names=names,
-        grammar=grammar,
     )
-    if job.num_choices > service.engine.capacity:
-        raise bad_request(f"{job.num_choices} texts are more than the {service.engine.capacity} that may be under way")
-    return job
+
+
+async def make_grammar(service: Service, job: Job) -> None:
+    """Have the job hold its grammar. Raises ApiError when that cannot be used; it may take seconds to know."""
+    try:
+        job.grammar = await service.make_grammar(job.params)
+    except SkipstoneError as error:
+        raise from_engine(error, job.names) from None
 
 
 def _params(
@@ -182,7 +190,7 @@ def _drafts(service: Service, body: Sampling) -> int | None:
     return asked.k
 
 
-async def _prediction(service: Service, body: Sampling) -> list[int]:
+def _prediction(service: Service, body: Sampling) -> list[int]:
     """Token ids of the predicted answer."""
     if body.prediction is None:
         return []
@@ -193,22 +201,30 @@ async def _prediction(service: Service, body: Sampling) -> list[int]:
             "prediction",
             "unsupported_parameter",
         )
-    return await service.encode(_text(body.prediction.content), add_special_tokens=False)
+    try:
+        return service.tokenizer.encode(_text(body.prediction.content), add_special_tokens=False)
+    except SkipstoneError as error:
+        raise text_error(str(error), "prediction.content") from None
 
 
 def _text(content: Content) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-async def _read_prompts(service: Service, prompt: str | list[Any]) -> list[list[int]]:
+def _read_prompts(service: Service, body: CompletionRequest) -> list[list[int]]:
     """Token ids of every prompt: text, ids, or a list of either."""
+    prompt = body.prompt
     items: list[Any] = [prompt] if isinstance(prompt, str) or _all(prompt, int) else list(prompt)
     if not items or not (_all(items, str) or _all(items, list)):
         raise bad_request("prompt must be a text, a list of token ids, or a list of either, and not empty", "prompt")
+    if len(items) * (body.n or 1) > service.engine.capacity:
+        raise bad_request(
+            f"{len(items) * (body.n or 1)} texts are more than the {service.engine.capacity} that may be under way"
+        )
     try:
-        prompts = [item if isinstance(item, list) else await service.encode(item) for item in items]
+        prompts = [item if isinstance(item, list) else service.tokenizer.encode(item) for item in items]
     except SkipstoneError as error:
-        raise bad_request(str(error), "prompt") from None
+        raise text_error(str(error), "prompt") from None
     highest = service.llm.engine.vocab_size - 1
     for token_ids in prompts:
         if not token_ids:

@@ -13,8 +13,11 @@ from msgspec import Meta
 
 MOST_CHOICES = 16
 MOST_STOPS = 4
+LONGEST_STOP = 1000  # characters; it is looked for at every token, and so are the ids
+MOST_STOP_IDS = 1000
 TokenId = Annotated[int, Meta(ge=0)]
-Stop = Annotated[str, Meta(min_length=1, max_length=1000)]
+Option = Annotated[str, Meta(min_length=1)]
+StopText = Annotated[str, Meta(min_length=1, max_length=LONGEST_STOP)]
 Content = str | list["TextPart"]
 Schema = dict[str, Any]
 
@@ -136,7 +139,7 @@ class StructuredOutputs(Body, kw_only=True):
 
     json: Schema | str | None = None
     regex: str | None = None
-    choice: Annotated[list[Stop], Meta(min_length=1)] | None = None
+    choice: Annotated[list[Option], Meta(min_length=1)] | None = None
     grammar: str | None = None
     json_object: bool | None = None
 
@@ -151,8 +154,8 @@ class Sampling(Body, kw_only=True):
     top_k: Annotated[int, Meta(ge=-1)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     n: Annotated[int, Meta(ge=1, le=MOST_CHOICES)] | None = None
-    stop: Stop | Annotated[list[Stop], Meta(max_length=MOST_STOPS)] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop: StopText | Annotated[list[StopText], Meta(max_length=MOST_STOPS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MOST_STOP_IDS)] | None = None
     include_stop_str_in_output: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -171,6 +174,7 @@ class Sampling(Body, kw_only=True):
     prediction: Prediction | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    cache_salt: Annotated[str, Meta(min_length=1)] | None = None
     user: str | None = None
 
 

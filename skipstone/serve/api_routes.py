@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Awaitable, Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -16,9 +17,16 @@ from skipstone.errors import SkipstoneError
 from skipstone.serve.api_answer import Answer, Feed
 from skipstone.serve.api_chat import ChatWriter
 from skipstone.serve.api_completions import CompletionWriter
-from skipstone.serve.api_decode import read_body
+from skipstone.serve.api_decode import decode, read_body
 from skipstone.serve.api_errors import ApiError, aborted, bad_request
-from skipstone.serve.api_jobs import chat_job, completion_job, template_error, template_options
+from skipstone.serve.api_jobs import (
+    chat_job,
+    completion_job,
+    make_grammar,
+    template_error,
+    template_options,
+    text_error,
+)
 from skipstone.serve.api_requests import (
     AbortRequest,
     Body,
@@ -48,13 +56,15 @@ from skipstone.serve.api_responses import (
     TraceResponse,
     Version,
 )
-from skipstone.serve.api_tools import tool_use
+from skipstone.serve.api_tools import ToolUse, tool_use
 from skipstone.serve.api_trace import TraceWriter, trace_job
+from skipstone.serve.generation import Job
 from skipstone.serve.service import Service, plain_messages, program_version
 
-BODY_ERRORS = (400, 404, 413, 415)
-WORK_ERRORS = (*BODY_ERRORS, 408, 429, 499, 500, 503)
+BODY_ERRORS = (400, 404, 408, 413, 415, 429)
+WORK_ERRORS = (*BODY_ERRORS, 499, 500, 503)
 JSON = "application/json"
+Asked = TypeVar("Asked")
 FEED_S = 0.5  # between two events of /v1/stats
 
 
@@ -79,21 +89,39 @@ def _json(struct: msgspec.Struct, status: int = 200) -> Response:
 
 async def complete(service: Service, request: Request) -> ASGIApp:
     """Go on with prompts."""
-    body = await read_body(request, CompletionRequest, service.config.max_body_bytes)
-    service.check_open()
-    job = await completion_job(service, body, request.scope["request_id"])
+
+    def prepare(raw: bytes) -> tuple[CompletionRequest, Job]:
+        body = decode(raw, CompletionRequest)
+        return body, completion_job(service, body, request.scope["request_id"])
+
+    body, job = await _prepared(service, request, prepare)
     _log_request(request, service, body, body.prompt)
     return Answer(service, job, lambda timing: CompletionWriter(service, body, job, timing), _wants_usage(body))
 
 
 async def chat(service: Service, request: Request) -> ASGIApp:
     """Answer a conversation."""
-    body = await read_body(request, ChatRequest, service.config.max_body_bytes)
-    service.check_open()
-    tools = tool_use(body, service.tokenizer)
-    job = await chat_job(service, body, tools, request.scope["request_id"])
+
+    def prepare(raw: bytes) -> tuple[tuple[ChatRequest, ToolUse | None], Job]:
+        body = decode(raw, ChatRequest)
+        tools = tool_use(body, service.tokenizer)
+        return (body, tools), chat_job(service, body, tools, request.scope["request_id"])
+
+    (body, tools), job = await _prepared(service, request, prepare)
     _log_request(request, service, body, body.messages)
     return Answer(service, job, lambda timing: ChatWriter(service, body, job, timing, tools), _wants_usage(body))
+
+
+async def _prepared(
+    service: Service, request: Request, prepare: Callable[[bytes], tuple[Asked, Job]]
+) -> tuple[Asked, Job]:
+    """What a request asks for, and its job, checked as far as it can be before the engine sees it."""
+    raw = await read_body(request, service)
+    service.check_open()
+    asked, job = await service.prepare(raw, prepare)
+    await make_grammar(service, job)
+    job.owner = request.scope["owner"]
+    return asked, job
 
 
 def _wants_usage(body: Sampling) -> bool:
@@ -131,7 +159,12 @@ def _card(service: Service) -> ModelCard:
 
 async def tokenize(service: Service, request: Request) -> ASGIApp:
     """Text to token ids."""
-    body = await read_body(request, TokenizeRequest, service.config.max_body_bytes)
+    make = functools.partial(_tokenized, service)
+    return _json(await service.prepare(await read_body(request, service), make))
+
+
+def _tokenized(service: Service, raw: bytes) -> TokenizeResponse:
+    body = decode(raw, TokenizeRequest)
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("give exactly one of prompt and messages", "prompt")
@@ -141,49 +174,63 @@ async def tokenize(service: Service, request: Request) -> ASGIApp:
         raise bad_request("add_special_tokens needs prompt; for messages the template decides", "add_special_tokens")
     try:
         if body.messages is not None:
-            token_ids = await service.encode_chat(body.messages, body.add_generation_prompt is not False)
+            token_ids = service.tokenizer.encode_chat(
+                plain_messages(body.messages), body.add_generation_prompt is not False
+            )
         else:
-            token_ids = await service.encode(body.prompt or "", body.add_special_tokens is not False)
+            token_ids = service.tokenizer.encode(body.prompt or "", body.add_special_tokens is not False)
     except SkipstoneError as error:
-        raise bad_request(str(error), "messages" if body.messages else "prompt") from None
+        raise text_error(str(error), "messages" if body.messages else "prompt") from None
     names = [service.token_text(token) for token in token_ids] if body.return_token_strs else None
-    return _json(
-        TokenizeResponse(count=len(token_ids), max_model_len=service.max_model_len, tokens=token_ids, token_strs=names)
+    return TokenizeResponse(
+        count=len(token_ids), max_model_len=service.max_model_len, tokens=token_ids, token_strs=names
     )
 
 
 async def detokenize(service: Service, request: Request) -> ASGIApp:
     """Token ids to text."""
-    body = await read_body(request, DetokenizeRequest, service.config.max_body_bytes)
+    make = functools.partial(_detokenized, service)
+    return _json(await service.prepare(await read_body(request, service), make))
+
+
+def _detokenized(service: Service, raw: bytes) -> DetokenizeResponse:
+    body = decode(raw, DetokenizeRequest)
     service.check_model(body.model)
     highest = service.llm.engine.vocab_size - 1
     if max(body.tokens, default=0) > highest:
         raise bad_request(f"tokens has the id {max(body.tokens)}, but ids go from 0 to {highest}", "tokens")
-    return _json(DetokenizeResponse(service.tokenizer.decode(body.tokens, skip_special_tokens=False)))
+    return DetokenizeResponse(service.tokenizer.decode(body.tokens, skip_special_tokens=False))
 
 
 async def apply_template(service: Service, request: Request) -> ASGIApp:
     """A conversation as the prompt that the model gets."""
-    body = await read_body(request, TemplateRequest, service.config.max_body_bytes)
+    make = functools.partial(_rendered, service)
+    return _json(await service.prepare(await read_body(request, service), make))
+
+
+def _rendered(service: Service, raw: bytes) -> TemplateResponse:
+    body = decode(raw, TemplateRequest)
     service.check_model(body.model)
     tools = tool_use(body, service.tokenizer)
     try:
         prompt = service.tokenizer.render_chat(plain_messages(body.messages), *template_options(body, tools))
     except SkipstoneError as error:
         raise template_error(error, service) from None
-    return _json(TemplateResponse(prompt))
+    return TemplateResponse(prompt)
 
 
 async def trace(service: Service, request: Request) -> ASGIApp:
     """What the model read for one token."""
-    body = await read_body(request, TraceRequest, service.config.max_body_bytes)
-    service.check_open()
-    job = trace_job(service, body, request.scope["request_id"])
+
+    def prepare(raw: bytes) -> tuple[None, Job]:
+        return None, trace_job(service, decode(raw, TraceRequest), request.scope["request_id"])
+
+    _, job = await _prepared(service, request, prepare)
     return Answer(service, job, lambda timing: TraceWriter(service, job, timing), closing=False)
 
 
 async def slots(service: Service, request: Request) -> ASGIApp:
-    """What is under way, without its content."""
+    """What is under way with the same key, without its content."""
     now = time.perf_counter()
     cards = [
         RequestCard(
@@ -194,15 +241,15 @@ async def slots(service: Service, request: Request) -> ASGIApp:
             max_tokens=generation.job.params.max_tokens,
             choices=generation.job.num_choices,
         )
-        for generation in service.engine.open
+        for generation in service.engine.open(request.scope["owner"])
     ]
     return _json(RequestList(cards))
 
 
 async def abort(service: Service, request: Request) -> ASGIApp:
-    """End a request by its id."""
-    body = await read_body(request, AbortRequest, service.config.max_body_bytes)
-    return _json(AbortResponse(service.engine.abort(body.request_id, aborted())))
+    """End a request of the same key by its id."""
+    body = decode(await read_body(request, service), AbortRequest)
+    return _json(AbortResponse(service.engine.abort(body.request_id, request.scope["owner"], aborted())))
 
 
 async def stats(service: Service, request: Request) -> ASGIApp:
@@ -301,11 +348,11 @@ ENDPOINTS = (
         TraceResponse,
         errors=WORK_ERRORS,
     ),
-    Endpoint("GET", "/slots", "the requests under way", slots, response=RequestList),
+    Endpoint("GET", "/slots", "the requests under way with the same key", slots, response=RequestList),
     Endpoint(
         "POST",
         "/abort",
-        "end a request by its X-Request-Id",
+        "end a request of the same key by its X-Request-Id",
         abort,
         AbortRequest,
         AbortResponse,

@@ -16,6 +16,7 @@ REFERENCE = "#/components/schemas/{name}"
 MEANINGS = {
     400: "the request is wrong; `param` names the field",
     401: "the API key is missing or wrong",
+    403: "the Host header has a name that is not the server's",
     404: "no such model",
     408: "the request took too long",
     413: "the body is too long",
@@ -81,7 +82,9 @@ def _responses(endpoint: Endpoint, needs_key: bool) -> dict[str, Any]:
             "schema": {"type": "object", "properties": {"data": data}, "required": ["data"]}
         }
     responses: dict[str, Any] = {"200": {"description": "done", "content": content}}
-    statuses = [*endpoint.errors, *([401] if needs_key and not endpoint.is_open else [])]
+    statuses = [*endpoint.errors]
+    if not endpoint.is_open:
+        statuses += [401, 403] if needs_key else [403]
     for status in statuses:
         responses[str(status)] = {
             "description": MEANINGS[status],

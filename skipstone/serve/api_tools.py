@@ -92,7 +92,7 @@ def _json_schema(asked: Constraint) -> Schema:
     if asked.field == "json_schema":
         try:
             return msgspec.json.decode(str(asked.value), type=Schema)
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, RecursionError):
             raise bad_request(
                 f"{asked.path} is not a JSON object, as it must be together with tools", asked.path
             ) from None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,10 @@ TITLES = {ServerConfig: "server options", EngineConfig: "engine options", Sampli
 ALIASES = {"spec": ("--speculative-config",)}
 
 DEFAULT = "default"
+# What Kubernetes tells every container of a service whose name begins with skipstone.
+_OF_A_SERVICE = re.compile(
+    r"SKIPSTONE_(.*_)?(SERVICE_HOST=.*|SERVICE_PORT(_.*)?=\d+|PORT=(tcp|udp|sctp)://.*|PORT_\d+_(TCP|UDP|SCTP)(_.*)?=.*)"
+)
 _PREFIX = "option_"  # of argparse destinations, so that an option cannot collide with a verb's own argument
 _REPEATED = ("texts", "integers", "biases")
 _METAVARS = {"integer": "N", "number": "X", "choice": "NAME", "text": "NAME", "texts": "TEXT"} | {
@@ -247,7 +252,11 @@ def _read_flag(option: Option, raw: Any, source: str) -> Any:
 
 def _read_variables(environ: Mapping[str, str]) -> dict[str, str]:
     known = {option.variable: name for name, option in known_options().items()}
-    given = {name: text for name, text in environ.items() if name.startswith(VARIABLE_PREFIX)}
+    given = {
+        name: text
+        for name, text in environ.items()
+        if name.startswith(VARIABLE_PREFIX) and not _OF_A_SERVICE.fullmatch(f"{name}={text}")
+    }
     for name in given:
         if name not in known:
             raise unknown_option(name, known, "environment variable")

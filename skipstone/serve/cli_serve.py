@@ -14,7 +14,7 @@ from skipstone.models.locate import locate
 from skipstone.serve.cli_model import open_model
 from skipstone.serve.cli_options import Command, Settings
 from skipstone.serve.cli_output import note
-from skipstone.serve.server_config import ServerConfig
+from skipstone.serve.server_config import LOOPBACK, ServerConfig
 
 
 def run(args: argparse.Namespace, settings: Settings) -> int:
@@ -81,7 +81,7 @@ def _check(config: ServerConfig) -> None:
         )
     if config.max_replicas is not None and config.max_replicas < config.replicas:
         raise ConfigError(f"max_replicas={config.max_replicas} is less than replicas={config.replicas}; raise it")
-    if config.host not in ("127.0.0.1", "localhost", "::1") and not config.api_keys:
+    if config.host not in LOOPBACK and not config.api_keys:
         note(f"warning: listening on {config.host} without an --api-key: whoever reaches it can use it")
 
 

@@ -173,21 +173,21 @@ class EngineThread:
         self._commands.put(functools.partial(self._add, generation))
         return generation
 
-    @property
-    def open(self) -> list[Generation]:
-        """What has not ended, the oldest first."""
-        return sorted(self._open, key=lambda generation: generation.timing.arrival)
+    def open(self, owner: int | None) -> list[Generation]:
+        """What has not ended of one owner's, the oldest first."""
+        own = [generation for generation in self._open if generation.job.owner == owner]
+        return sorted(own, key=lambda generation: generation.timing.arrival)
 
-    def abort(self, request_id: str, error: Exception) -> int:
-        """End the jobs of this name with this error; returns how many there were."""
-        found = [generation for generation in self.open if generation.job.request_id == request_id]
+    def abort(self, request_id: str, owner: int | None, error: Exception) -> int:
+        """End the owner's jobs of this name with this error; returns how many there were."""
+        found = [generation for generation in self.open(owner) if generation.job.request_id == request_id]
         for generation in found:
             generation.fail(error)
         return len(found)
 
     def abort_all(self, error: Exception) -> None:
         """End every job with this error."""
-        for generation in self.open:
+        for generation in self._open:
             generation.fail(error)
 
     def _closed(self, generation: Generation) -> None:
@@ -232,7 +232,7 @@ class EngineThread:
         job, runs = generation.job, []
         try:
             for i, prompt in enumerate(job.prompts):
-                session = self.llm.add(prompt, job.params, job.prediction)
+                session = self.llm.add(prompt, job.params, job.prediction, job.cache_salt)
                 if job.trace:
                     self._observer.begin_trace(session.choices[0].request)
                 runs.append(Run(generation, session, i * job.params.n))

@@ -22,6 +22,8 @@ Origin = Literal["accepted", "recovered", "bonus", "target"]
 class Job(msgspec.Struct, kw_only=True):
     """Prompts that share their parameters. `prediction`: tokens that the answers are expected to contain.
 
+    `owner`: which of the server's keys the request carried, None where none is asked for.
+
     `stream`: a delta for every step of a choice, else one at its end. `origins`: say where each token came from.
     `names`: what the API calls the engine's parameters, for messages. `trace`: tell what was read for the only token.
     `grammar`: held so that the engine's thread need not make it.
@@ -31,6 +33,8 @@ class Job(msgspec.Struct, kw_only=True):
     prompts: list[list[int]]
     params: SamplingParams
     prediction: list[int] = []
+    cache_salt: str = ""
+    owner: int | None = None
     stream: bool = False
     origins: bool = False
     names: dict[str, str] = {}

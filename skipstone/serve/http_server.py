@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import gc
 import logging
 import signal
 import socket
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
@@ -19,6 +22,7 @@ from skipstone.llm import LLM
 from skipstone.serve.api import make_app
 from skipstone.serve.api_errors import unavailable
 from skipstone.serve.cli_output import note
+from skipstone.serve.http_connection import Connection, Warnings, room_for_connections
 from skipstone.serve.server_config import ServerConfig
 from skipstone.serve.server_log import set_up
 from skipstone.serve.service import Service
@@ -97,14 +101,16 @@ class Server(uvicorn.Server):
         self._abort()
 
 
-def serve(llm: LLM, config: ServerConfig, listener: socket.socket, observer: StepObserver, quiet: bool) -> int:
-    """Serve until a signal comes, or the engine is given up. Returns the exit code."""
-    set_up(config.log_format)
-    service = Service(llm, config, observer)
-    options = uvicorn.Config(
+def http_options(service: Service) -> uvicorn.Config:
+    """How a service is served."""
+    most = room_for_connections(service.engine.capacity)
+    patience = service.config.client_timeout
+    # The library takes whatever makes a connection, though it says a class.
+    http: Any = functools.partial(Connection, most=most, patience=patience, warnings=Warnings())
+    return uvicorn.Config(
         make_app(service),
         loop="uvloop",
-        http="httptools",
+        http=http,
         ws="none",
         lifespan="off",
         log_config=None,
@@ -113,9 +119,16 @@ def serve(llm: LLM, config: ServerConfig, listener: socket.socket, observer: Ste
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=LAST_WORDS_S,
     )
-    server = Server(service, options, _url(listener), quiet)
+
+
+def serve(llm: LLM, config: ServerConfig, listener: socket.socket, observer: StepObserver, quiet: bool) -> int:
+    """Serve until a signal comes, or the engine is given up. Returns the exit code."""
+    set_up(config.log_format)
+    service = Service(llm, config, observer)
+    server = Server(service, http_options(service), _url(listener), quiet)
     service.engine.start()
     service.start_grammars()
+    gc.freeze()  # what is there stays; looking through it would stop everything for a while
     try:
         server.run(sockets=[listener])
     finally:

@@ -17,12 +17,14 @@ import msgspec
 from ray.exceptions import RayError
 from starlette.types import Receive, Scope, Send
 
-from skipstone.serve.api_errors import unavailable
+from skipstone.serve.api_decode import MOST_VALUES, num_values
+from skipstone.serve.api_errors import SLOWEST, ApiError, too_slow, unavailable
 
 LOG = logging.getLogger("skipstone.front")
 ATTEMPTS = 4
 PAUSE_S = 0.2  # before the next attempt, times the number of attempts made
 STALE_S = 10.0  # after which a replica that has sent no page is gone
+LARGE = 20_000  # bytes of a body from which on it is read beside the event loop
 LONGEST_PROMPT = 4000  # characters that the router looks at
 
 
@@ -57,11 +59,15 @@ class Reports:
 class Front:
     """The application."""
 
-    def __init__(self, replicas: Any, reports: Any, max_body_bytes: int) -> None:
-        """`replicas`: the deployment's handle. `reports`: the actor that gathers metrics."""
+    def __init__(self, replicas: Any, reports: Any, max_body_bytes: int, patience: float | None = None) -> None:
+        """`replicas`: the deployment's handle. `reports`: the actor that gathers metrics.
+
+        `patience`: seconds that a body may take, and longer at SLOWEST bytes per second; None: for ever.
+        """
         self._replicas = replicas.options(stream=True)
         self._reports = reports
         self._most = max_body_bytes
+        self._patience = patience
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request, or the beginning and the end of the process."""
@@ -70,19 +76,28 @@ class Front:
                 await receive()
                 await send({"type": f"lifespan.{phase}.complete"})
         elif scope["type"] == "http":
-            body = await self._body(receive)
+            try:
+                body = await self._body(receive)
+            except TimeoutError:
+                await _refuse(send, too_slow())
+                return
             if body is not None:
-                await self._answer(_work(scope, body), receive, send)
+                work = _work(scope, body) if len(body) < LARGE else await asyncio.to_thread(_work, scope, body)
+                await self._answer(work, receive, send)
 
     async def _body(self, receive: Receive) -> bytes | None:
         """The body, or more of it than is allowed, for a replica to refuse; None when the client has left."""
         body, more = bytearray(), True
-        while more and len(body) <= self._most:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return None
-            body += message.get("body", b"")
-            more = message.get("more_body", False)
+        begun = asyncio.get_running_loop().time()
+        async with asyncio.timeout(self._patience) as limit:
+            while more and len(body) <= self._most:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    return None
+                body += message.get("body", b"")
+                more = message.get("more_body", False)
+                if self._patience is not None:
+                    limit.reschedule(begun + self._patience + len(body) / SLOWEST)
         return bytes(body)
 
     async def _answer(self, work: Work, receive: Receive, send: Send) -> None:
@@ -114,7 +129,7 @@ class Front:
             finally:
                 watch.cancel()
             await asyncio.sleep(PAUSE_S * attempt)
-        await _refuse(send)
+        await _refuse(send, unavailable("no replica answers; try again later", "replica_lost"))
 
     async def _prepared(self, work: Work, message: Any) -> Any:
         """A replica's message as it goes out: one request id, and the metrics of all replicas."""
@@ -138,6 +153,8 @@ class _Asked(msgspec.Struct):
 
 def _prompt(body: bytes) -> str:
     """What the router compares; never empty."""
+    if num_values(body) > MOST_VALUES:  # a replica refuses it
+        return "-"
     with contextlib.suppress(msgspec.MsgspecError, RecursionError):
         asked = msgspec.json.decode(body, type=_Asked)
         found = asked.prompt if asked.prompt is not None else asked.messages
@@ -152,8 +169,7 @@ async def _cancel_when_left(receive: Receive, stream: Any) -> None:
     stream.cancel()
 
 
-async def _refuse(send: Send) -> None:
-    error = unavailable("no replica answers; try again later", "replica_lost")
+async def _refuse(send: Send, error: ApiError) -> None:
     headers = {"content-type": "application/json"} | error.headers
     raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": error.status, "headers": raw})

@@ -80,10 +80,10 @@ def deploy(engine: EngineConfig, config: ServerConfig) -> None:
         **_router(),
         **scale,
     )
-    most = config.max_body_bytes
+    most, patience = config.max_body_bytes, config.client_timeout
 
     def front() -> ASGIApp:
-        return Front(serve.get_deployment_handle(REPLICA, APPLICATION), reports, most)
+        return Front(serve.get_deployment_handle(REPLICA, APPLICATION), reports, most, patience)
 
     entry = serve.deployment(
         serve.ingress(front)(),

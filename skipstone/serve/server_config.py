@@ -10,6 +10,7 @@ from msgspec import Meta
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Positive = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(gt=0)]
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 LogFormat = Literal["text", "json"]
 
 SECRETS = ("api_key",)  # options whose values are never shown
@@ -27,6 +28,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cors_origin: Annotated[
         str | list[str], Meta(description="web origin whose pages may call the server, or *; may be repeated")
     ] = []
+    allowed_host: Annotated[
+        str | list[str],
+        Meta(description="name in the Host header, or *; may be repeated; none: any, but on this machine only its own"),
+    ] = []
     max_body_bytes: Annotated[Positive, Meta(description="longest request body")] = 8 << 20
     max_queue: Annotated[
         Annotated[int, Meta(ge=0)], Meta(description="most choices that wait for a place; beyond it the answer is 429")
@@ -34,6 +39,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     request_timeout: Annotated[
         Seconds | None, Meta(description="seconds after which a request is given up; none: never")
     ] = 600.0
+    client_timeout: Annotated[
+        Seconds | None,
+        Meta(description="seconds that clients may take to send a request, and longer at 10 kB/s; none: for ever"),
+    ] = 30.0
     keep_alive: Annotated[
         Seconds | None, Meta(description="seconds without news after which a stream gets a comment; none: never")
     ] = 15.0
@@ -67,3 +76,11 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def cors_origins(self) -> list[str]:
         """The origins as a list."""
         return [self.cors_origin] if isinstance(self.cors_origin, str) else self.cors_origin
+
+    @property
+    def hosts(self) -> list[str]:
+        """What the Host header may be. A server without keys that only this machine reaches needs no other name."""
+        allowed = [self.allowed_host] if isinstance(self.allowed_host, str) else self.allowed_host
+        if not allowed and (self.api_keys or self.host not in LOOPBACK):
+            return ["*"]
+        return [*allowed, *LOOPBACK, "[::1]"]

@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
+from starlette.types import Scope
 
 from skipstone.core.request import SamplingParams
 from skipstone.errors import RequestError
 from skipstone.llm import LLM
-from skipstone.serve.api_errors import ApiError, bad_request, unavailable
+from skipstone.serve.api_errors import ApiError, bad_request, busy, unavailable
 from skipstone.serve.api_requests import Message
 from skipstone.serve.api_responses import ServerStats
 from skipstone.serve.engine_thread import EngineThread
@@ -26,7 +27,10 @@ from skipstone.serve.server_config import ServerConfig
 from skipstone.serve.step_observer import StepObserver
 from skipstone.serve.text import Tokenizer
 
-LONG_TEXT = 20_000  # characters from which on a text is encoded beside the event loop
+T = TypeVar("T")
+LARGE_BODY = 20_000  # bytes from which on a request is read and encoded beside the event loop
+MOST_BODIES = 32  # bodies of the largest allowed size that may be held at a time
+RETRY_S = 1.0  # when more are sent
 SOURCE = "0+source"
 
 
@@ -57,6 +61,9 @@ class Service:
         self.metrics = ServerMetrics(llm, self.name, config.metrics_prefix, observer, online, engine)
         self.engine = EngineThread(llm, config.max_queue, self.metrics, self._engine_died, observer, online)
         self._grammar_maker = ThreadPoolExecutor(1, "grammar")  # a costly one holds up its like alone
+        self.body_bytes = 0
+        """Bytes of the bodies of all requests under way; see `hold`."""
+        self._beside = ThreadPoolExecutor(1, "beside")  # one at a time: each may take a hundred times its bytes
         self.death: asyncio.Future[str] | None = None
         """Set by whoever wants to know that the engine was given up."""
 
@@ -108,13 +115,6 @@ class Service:
         """Bytes of a token in the middle of a text; none without a tokenizer."""
         return self.llm.tokenizer.token_bytes(token_id) if self.llm.tokenizer else b""
 
-    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text."""
-        tokenizer = self.tokenizer
-        if len(text) < LONG_TEXT:
-            return tokenizer.encode(text, add_special_tokens)
-        return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)
-
     def start_grammars(self) -> None:
         """Begin to read the vocabulary for grammars, so that the first who asks for one need not wait for it."""
         self._grammar_maker.submit(self.llm.prepare_grammar, SamplingParams(choice=["a"]))
@@ -127,21 +127,27 @@ class Service:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._grammar_maker, self.llm.prepare_grammar, params)
 
-    async def encode_chat(
-        self,
-        messages: Sequence[Message],
-        add_generation_prompt: bool = True,
-        tools: Sequence[dict[str, Any]] | None = None,
-        continue_final_message: bool = False,
-        variables: dict[str, Any] | None = None,
-    ) -> list[int]:
-        """Token ids of a conversation, by the model's template. Raises ApiError for a message that makes no sense."""
-        tokenizer = self.tokenizer
-        plain = plain_messages(messages)
-        how = (add_generation_prompt, tools, continue_final_message, variables)
-        if sum(len(message["content"]) for message in plain) < LONG_TEXT:
-            return tokenizer.encode_chat(plain, *how)
-        return await asyncio.to_thread(tokenizer.encode_chat, plain, *how)
+    def hold(self, scope: Scope, size: int) -> None:
+        """Count bytes of a request's body, until `release`. Raises ApiError when all requests have too many."""
+        scope["body_bytes"] = scope.get("body_bytes", 0) + size
+        self.body_bytes += size
+        most = MOST_BODIES * self.config.max_body_bytes
+        if self.body_bytes > most:
+            message = f"the bodies of the requests under way have more than {most} bytes together; try again later"
+            raise busy(message, RETRY_S)
+
+    def release(self, scope: Scope) -> None:
+        """A request has ended."""
+        self.body_bytes -= scope.get("body_bytes", 0)
+
+    async def prepare(self, body: bytes, make: Callable[[bytes], T]) -> T:
+        """What `make` makes of a body: at once, or beside the event loop when the body is large."""
+        try:
+            if len(body) < LARGE_BODY:
+                return make(body)
+            return await asyncio.get_running_loop().run_in_executor(self._beside, make, body)
+        except RecursionError:
+            raise bad_request("the body is nested too deeply; make it flatter", code="invalid_json") from None
 
     def stats(self) -> ServerStats:
         """The state in numbers."""

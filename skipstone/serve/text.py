@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.meta
+import msgspec
 import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import decoders
@@ -24,6 +25,7 @@ from skipstone.errors import CheckpointError, RequestError
 from skipstone.serve.messages import plain_messages
 
 BUILT_IN = {"deepseek_v32": "deepseek_v32.jinja"}  # model type -> chat template
+MANY_TOKENS = 1000
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what decoding gives for bytes that are a part of a character
 PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 # The characters by which byte-level vocabularies write bytes: printable ones themselves, the rest from U+0100 on.
@@ -57,6 +59,13 @@ class Tokenizer:
 
         Those of all its tokens, one behind the other, are a text. A token may begin and end within a character.
         """
+        self.context: int | None = None
+        """Most tokens that are of use; text that must have more is refused before any work is done on it."""
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token, or more where the vocabulary spells bytes."""
+        return max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)))
 
     @cached_property
     def vocab_size(self) -> int:
@@ -70,7 +79,7 @@ class Tokenizer:
 
         With `add_bos_token` in tokenizer_config.json the ids start with one begin-of-text token (true) or with none
         that the text does not contain (false); without the key the tokenizer's own post-processor decides. Raises
-        RequestError for text that is not valid Unicode.
+        RequestError for text that is not valid Unicode, or longer than any that `context` tokens can hold.
         """
         token_ids = self._encode(text, add_special_tokens)
         if not add_special_tokens:
@@ -152,6 +161,8 @@ class Tokenizer:
         }
         further = {name: value for name, value in (variables or {}).items() if value is not None}
         self._check_variables(further, {"messages", "bos_token", "eos_token", *given})
+        spelled = len(msgspec.json.encode(given["tools"]).decode()) if tools else 0
+        self._check_length(spelled + sum(len(message["content"]) for message in plain))
         try:
             text = self._render(plain, self._takes_parts, **given, **further)
         except TEMPLATE_ERRORS as error:
@@ -212,6 +223,8 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids. Bytes that form no character become U+FFFD; ids above the vocabulary are skipped."""
+        if len(token_ids) > MANY_TOKENS:  # `decode` would hold the GIL all the while
+            return self._tokenizer.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)[0]
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def places(self, text: str, token_ids: Sequence[int]) -> list[int]:
@@ -253,7 +266,16 @@ class Tokenizer:
     def _id_of(self, token: str | None) -> int | None:
         return None if token is None else self._tokenizer.token_to_id(token)
 
+    def _check_length(self, characters: int) -> None:
+        most = characters if self.context is None else self.context * self.longest_token
+        if characters > most:
+            raise RequestError(
+                f"the text has {characters} characters, but the context holds {self.context} tokens of at most "
+                f"{self.longest_token}; shorten it"
+            )
+
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        self._check_length(len(text))
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
