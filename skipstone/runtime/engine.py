@@ -151,8 +151,17 @@ class Engine:
     def step(self) -> list[tuple[Request, list[int]]]:
         """Run one step; returns the requests that got tokens, each with its new tokens.
 
-        With `overlap` the next step is started before this one's results are read, so the device never waits.
+        With `overlap` the next step is started before this one's results are read, so the device never waits. After a
+        step that raises, whatever ran is computed again from its beginning.
         """
+        try:
+            return self._step()
+        except BaseException:
+            self._under_way = None
+            self.scheduler.preempt_all()
+            raise
+
+    def _step(self) -> list[tuple[Request, list[int]]]:
         started = time.perf_counter()
         handle = self._under_way or self._start(ahead=False)
         assert handle is not None

@@ -279,6 +279,11 @@ class Scheduler:
         self.waiting.appendleft(victim)
         return victim
 
+    def preempt_all(self) -> None:
+        """Have everything computed again: nobody knows what the device has done."""
+        while self.running:
+            self._preempt_youngest()
+
     def _leave(self, request: Request) -> None:
         """Give up a slot. What runs in it yet, or was admitted by a plan that is being made, counts no more."""
         place = self.places.pop(request)
