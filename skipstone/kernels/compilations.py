@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_count = 0
+_names: list[str] = []
 
 
 def watch_compilations() -> None:
@@ -14,11 +14,10 @@ def watch_compilations() -> None:
     knobs.runtime.jit_post_compile_hook = _counted
 
 
-def num_compilations() -> int:
-    """Since `watch_compilations`."""
-    return _count
+def compilations() -> list[str]:
+    """The kernels, one entry for each variant, since `watch_compilations`."""
+    return _names
 
 
 def _counted(*args: object, **details: object) -> None:
-    global _count
-    _count += 1
+    _names.append(str(details.get("repr", "kernel")))

@@ -29,10 +29,10 @@ class Layout(NamedTuple):
     row_item: Tensor  # [T] int64
     row_offset: Tensor  # [T] int64
     sampling: Tensor | None  # [D] int64 into R; None: all
-    lead: Tensor  # [D] int64, rows of each before the one that reads its newest committed token
-    num_drafts: Tensor  # [D] int64, drafts to verify
+    lead: Tensor | None  # [D] int64, rows of each before the one that reads its newest committed token; None: no rows
     wanted: Tensor  # [D] int64, drafts to make
-    place: tuple[Tensor, Tensor] | None  # row of L -> (D, drafts before it); None: every request has most_drafts + 1
+    place: tuple[Tensor, Tensor]  # row of L -> (D, drafts before it)
+    uniform: bool  # whether every request has most_drafts + 1 such rows
     logit_rows: Tensor | None  # [L + prompt rows] int64 into T, or into the kept rows; None: all
     first_rows: Tensor  # [D] int64 into T, the row that reads the newest committed token
     kept: KeptRows | None
@@ -71,16 +71,14 @@ def make_layout(items: list[PlanItem], table: SequenceTable, every_row: bool) ->
         kept = None
     most = int(drafts.max(initial=0))
     uniform = bool((drafts == most).all())
-    arrays = [np.array([item.slot for item in items]), counts, row_item, row_offset, lead, drafts, wanted, first_rows]
+    arrays = [np.array([item.slot for item in items]), counts, row_item, row_offset, lead, wanted, first_rows]
     arrays += [sampling, sampled_item, sampled_draft]
     if kept is not None:
         kept_items, kept_counts = np.unique(row_item[kept], return_counts=True)
         arrays += [np.searchsorted(kept, logit_rows), kept, kept_items]
     else:
         arrays += [logit_rows]
-    slots, num_rows, item, offset, lead_, drafts_, wanted_, first_, sampling_, place, before, *rest = packed(
-        arrays, table
-    )
+    slots, num_rows, item, offset, lead_, wanted_, first_, sampling_, place, before, *rest = packed(arrays, table)
     everything = kept is None and np.array_equal(logit_rows, np.arange(len(row_item)))
     return Layout(
         counts=counts,
@@ -89,10 +87,10 @@ def make_layout(items: list[PlanItem], table: SequenceTable, every_row: bool) ->
         row_item=item,
         row_offset=offset,
         sampling=None if len(sampling) == len(items) else sampling_,
-        lead=lead_,
-        num_drafts=drafts_,
+        lead=lead_ if lead.any() else None,
         wanted=wanted_,
-        place=None if uniform else (place, before),
+        place=(place, before),
+        uniform=uniform,
         logit_rows=None if everything else rest[0],
         first_rows=first_,
         kept=None if kept is None else KeptRows(rest[1], rest[2], kept_counts),
@@ -122,10 +120,7 @@ def packed(arrays: list[np.ndarray], table: SequenceTable) -> list[Tensor]:
 
 
 def decode_layout(slots: Tensor, num_rows: Tensor, wanted: Tensor, k: int, end: int) -> Layout:
-    """What a graph runs: k + 1 rows of every request, made on the device of `slots` [R].
-
-    `num_rows` [R]: how many of them are real.
-    """
+    """What a graph runs: k + 1 rows of every request, of which `num_rows` [R] are real; on the device of `slots`."""
     count, n = len(slots), k + 1
     row = torch.arange(count * n, device=slots.device)
     return Layout(
@@ -135,10 +130,10 @@ def decode_layout(slots: Tensor, num_rows: Tensor, wanted: Tensor, k: int, end: 
         row_item=row // n,
         row_offset=row % n,
         sampling=None,
-        lead=torch.zeros_like(slots),
-        num_drafts=num_rows - 1,
+        lead=None,
         wanted=wanted,
-        place=None,
+        place=(row // n, row % n),
+        uniform=True,
         logit_rows=None,
         first_rows=row[::n].contiguous(),
         kept=None,

@@ -307,10 +307,8 @@ class ModelRunner:
             inputs = torch.zeros(3, bucket, dtype=torch.int64, device=self.device)
             inputs[0] = self.table.padding_slot
 
-            def forward() -> Forward:
-                return self.step.forward(decode_layout(inputs[0], inputs[1], inputs[2], k, self.max_tokens))
-
-            self._captured[bucket, k] = DecodeGraph(inputs, *self._capture(forward), {})
+            layout = decode_layout(inputs[0], inputs[1], inputs[2], k, self.max_tokens)
+            self._captured[bucket, k] = DecodeGraph(inputs, *self._capture(lambda: self.step.forward(layout)), {})
         return self._captured[bucket, k]
 
     def _tail(self, graph: DecodeGraph, truncated: bool) -> tuple[torch.cuda.CUDAGraph, Tensor]:

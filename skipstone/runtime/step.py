@@ -30,6 +30,7 @@ class Forward(NamedTuple):
     layout: Layout
     at: SlotRows
     batch: Batch
+    end: Tensor  # [R] int64, position behind the last row of each
     hidden: HiddenStates
     logits: Tensor  # [L + prompt rows, V]
 
@@ -101,24 +102,26 @@ class Step:
             kept = Kept(layout.kept.rows, self.groups.plan(part))
         hidden = self.model(batch, self.groups.plan(batch), self.taps, kept)
         final = hidden.final if layout.logit_rows is None else hidden.final[layout.logit_rows]
-        return Forward(layout, at, batch, hidden, self.model.compact_logits(final))
+        return Forward(layout, at, batch, end, hidden, self.model.compact_logits(final))
 
     def finish(self, forward: Forward, features: list[Features], allowed: Tensor | None) -> Outcome:
         """Sample, accept, and move the requests on. `features` [D]; `allowed` [L, V] bool of grammars."""
         layout, at = forward.layout, forward.at
         chosen = layout.sampling
-        slots, own = (layout.slots, at) if chosen is None else (layout.slots[chosen], at.take(chosen))
-        newest = torch.where(own.start >= 0, own.start + layout.lead, PAD)
+        slots, own, end = layout.slots, at, forward.end
+        if chosen is not None:
+            slots, own, end = slots[chosen], at.take(chosen), end[chosen]
+        newest = own.start if layout.lead is None else torch.where(own.start >= 0, own.start + layout.lead, PAD)
         width = min(layout.end + layout.k + 1, self.table.tokens.shape[1])
         rows = self._sampling(layout, own, slots, newest, features, width, allowed)
         column = torch.arange(layout.most_drafts + 1, device=slots.device)
-        place = (newest[:, None] + column).clamp(min=0)
+        place = newest[:, None] + column
         drafted = Drafted(
             self.table.tokens[slots[:, None], place].long(),
             newest,
-            torch.minimum(own.limit, newest + layout.num_drafts + 1),
-            own.seed,
-            layout.place,
+            end,
+            rows.seed if layout.most_drafts == 0 and layout.uniform else own.seed,
+            None if layout.uniform else layout.place,
             self._draft_probs(forward, slots),
         )
         accepted = self.verifier.verify(forward.logits[: layout.num_sampled], rows, drafted, self.ops)
@@ -138,13 +141,10 @@ class Step:
         allowed: Tensor | None,
     ) -> SamplingRows:
         """How the L sampled rows choose."""
-        if layout.place is None:
-            n = layout.most_drafts + 1
-            item = torch.arange(len(slots) * n, device=slots.device)
-            item, before = item // n, item % n
-        else:
-            item, before = layout.place
         per_row = RowFeatures(self.table, layout.sampled_items, features, width)
+        item, before = layout.place
+        if layout.most_drafts == 0:  # a row each
+            return per_row.rows(own, slots, newest + 1, allowed)
         return per_row.rows(own.take(item), slots[item], newest[item] + 1 + before, allowed)
 
     def _draft_probs(self, forward: Forward, slots: Tensor) -> Tensor | None:
@@ -208,5 +208,5 @@ class Step:
         limit = step.draft_at.limit if most is None else step.draft_at.limit.clamp(max=most - 1)
         real = (depth < layout.wanted[:, None]) & (place < limit[:, None]) & (newest >= 0)[:, None]
         drafts = torch.where(real, drafts, PAD)
-        self.table.tokens[slots[:, None], place.clamp(min=0)] = drafts.int()
+        self.table.tokens[slots[:, None], place] = drafts.int()
         return drafts

@@ -166,6 +166,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     """Run the scenarios for every k; the last line of the output is JSON."""
     import torch
 
+    from skipstone.kernels.compilations import compilations
     from skipstone.runtime.engine import Engine
     from skipstone.tools.slices import slice_info
 
@@ -194,9 +195,11 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
         print(f"k = {k}: built in {built:.1f} s, ready after {ready:.1f} s", flush=True)
         for load in LOADS:
             for turn in range(args.rounds if load.name in wanted else 0):
-                made = engine.late_compilations
+                made, seen = engine.late_compilations, len(compilations())
                 cell = {"k": k, "load": load.name, "turn": turn, **drive(engine, load, turn).summary()}
                 cell["compilations"] = engine.late_compilations - made
+                for name in compilations()[seen:]:
+                    print("compiled:", name[:150])
                 cells.append(cell)
                 print(json.dumps(cell), flush=True)
         if "mixed" in wanted:
