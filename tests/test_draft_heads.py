@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -26,9 +26,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from skipstone import LLM, SamplingParams
-from skipstone.core.sampling_rows import SampledRow
 from skipstone.errors import CheckpointError, ConfigError, SkipstoneError, UnsupportedError
 from skipstone.serve import cli
+from skipstone.spec.proposer import DraftStep
 
 TOLERANCE = 1e-4
 TARGETS = ["m3", "dsa"]
@@ -171,17 +171,20 @@ def record(llm: LLM) -> list[Choice]:
     runner = llm.engine.runner
     propose = runner.proposer.propose
 
-    def recording(step):
-        emitted = {id(r.request): r.emitted for r in step.requests}
+    def recording(step: DraftStep) -> Tensor | None:
+        sample, chosen = step.sampler.sample, []
 
-        def choose(logits: Tensor, rows: list[SampledRow]) -> list[int]:
-            for row, values in zip(rows, logits, strict=True):
-                own = emitted[id(row.request)]
-                committed = row.request.token_ids + own
-                choices.append(Choice(committed, row.further[len(own) :], values.clone()))
-            return step.choose(logits, rows)
+        def recorded(logits: Tensor, *rest: Any) -> Tensor:
+            depth = len(chosen)
+            real = (depth < step.wanted) & (step.newest + 1 + depth < step.draft_at.limit)
+            for i in real.nonzero().flatten().tolist():
+                committed = step.table.tokens[step.draft_slots[i], : int(step.newest[i]) + 1].tolist()
+                choices.append(Choice(committed, [int(tokens[i]) for tokens in chosen], logits[i].clone()))
+            chosen.append(sample(logits, *rest))
+            return chosen[-1]
 
-        return propose(step._replace(choose=choose))
+        object.__setattr__(step.sampler, "sample", recorded)
+        return propose(step)
 
     runner.proposer.propose = recording
     return choices

@@ -1,8 +1,8 @@
 """What the tests of speculation share: the table of proposers, requests of every kind, and a watched run of them.
 
 A watched run poisons all caches, steps the engine, and checks what must hold in every step whatever the drafts are:
-only known token ids are embedded, draft logits are never NaN, the books of blocks balance, and the counters of drafts
-agree with the tokens that came out. Its results are compared with those of an engine that does not speculate.
+only known token ids are embedded, logits of drafts are never NaN, the books of blocks balance, and the counters of
+drafts agree with the tokens that came out. Its results are compared with those of an engine that does not speculate.
 """
 
 from __future__ import annotations
@@ -175,7 +175,8 @@ def watch(llm: LLM) -> DraftCount:
         sample = step.sampler.sample
 
         def no_nan(logits: Tensor, *rest: Any) -> Tensor:
-            assert not logits.isnan().any(), "drafts depend on a cache slot that nobody wrote"
+            # Rows of requests that do not draft run along, over blocks that may have been filled without drafts.
+            assert not logits[step.wanted > 0].isnan().any(), "drafts depend on a cache slot that nobody wrote"
             drafts.count += len(logits)
             return sample(logits, *rest)
 
