@@ -65,17 +65,19 @@ def by_hand(folder: Path, script: Script | None = None, texts: Texts | None = No
 def planned(llm: LLM) -> list[tuple[Request, int]]:
     """Will hold every request's drafts of every step from now on."""
     seen: list[tuple[Request, int]] = []
-    execute = llm.engine.runner.execute
+    engine = llm.engine
+    start = engine.runner.start
 
     def watched(plan: StepPlan) -> Any:
-        for item in plan.scheduled:
-            if item.request.num_output_tokens:
-                seen.append((item.request, item.num_drafts))
-                drafts = item.request.drafts[: item.num_drafts]
-                assert item.request.grammar is None or item.request.grammar.legal(drafts) == len(drafts)
-        return execute(plan)
+        for item in plan.items:
+            request = engine.scheduler.owner(item)
+            if request is not None and request.num_output_tokens:
+                seen.append((request, item.num_drafts))
+                drafts = request.drafts[: item.num_drafts]
+                assert request.grammar is None or request.grammar.legal(drafts) == len(drafts)
+        return start(plan)
 
-    llm.engine.runner.execute = watched  # type: ignore[method-assign]
+    engine.runner.start = watched  # type: ignore[method-assign]
     return seen
 
 
@@ -113,7 +115,9 @@ class TestDrafts:
         assert found.results == expected.results
         for (_, params), share in zip(jobs, found.shares, strict=True):
             assert share is not None
-            if params.regex is not None:
+            if params.regex is None:
+                assert share.drafted_per_position[index] >= 3
+            else:
                 assert share.drafted_per_position[:index] == share.accepted_per_position[:index]
                 assert not any(share.drafted_per_position[index:])
                 assert share.accepted >= 3 * index
@@ -157,6 +161,22 @@ class TestDrafts:
         assert found.accepted > 0
         for request in {request for request, _ in seen if request.grammar is not None}:
             assert request.grammar.text == request.output_token_ids
+
+    @pytest.mark.parametrize("index", [None, *range(K)])
+    def test_steps_that_are_started_ahead(self, index: int | None, folders: AsciiFolders) -> None:
+        """Such a step runs the rows of illegal drafts as well; they are none of the counters."""
+        jobs = one_each(1 + 3 * (K + 1) + 3)
+        expected = run(by_hand(folders.target("m3")), jobs)
+        script = any_drafts(3) if index is None else changed_at(index, legal=False)
+        llm = by_hand(folders.target("m3"), script, expected.texts)
+        llm.engine.overlap = True
+        found = run(llm, jobs)
+        assert found.results == expected.results
+        if index is not None:
+            for (_, params), share in zip(jobs, found.shares, strict=True):
+                assert share is not None
+                assert share.accepted >= 3 * index
+                assert params.regex is None or not any(share.drafted_per_position[index:])
 
 
 def with_changes(params: SamplingParams, **changes: Any) -> SamplingParams:

@@ -309,6 +309,9 @@ class Scheduler:
             request.speculation.record(num_drafts, request.num_accepted)
             self.stats.speculation.record(num_drafts, request.num_accepted)
             request.logprobs.extend(result.logprobs[: len(kept)])
+            if request.grammar is not None and request.drafts:
+                # From the first that the grammar forbids on they could only cost rows.
+                del request.drafts[request.grammar.legal(request.drafts) :]
             self._register_full_blocks(request)
             if request.finished:
                 self._retire(request)

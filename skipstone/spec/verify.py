@@ -95,7 +95,8 @@ class Verifier:
             drafted.by_request(draws, 0.0)[:, :-1],
             drafted.by_request(noise, 0.0),
         )
-        count, emitted = verified.num_accepted, verified.token_ids
+        count = verified.num_accepted
         last = torch.minimum(torch.arange(width, device=logits.device), count[:, None])
+        following = verified.token_ids.gather(1, last)
         start = torch.where(drafted.newest >= 0, drafted.newest + count + 1, PAD)
-        return Accepted(count, emitted, emitted.gather(1, last), start)
+        return Accepted(count, following, following, start)

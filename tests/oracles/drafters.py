@@ -23,8 +23,13 @@ class Drafting(NamedTuple):
 
     prompt: tuple[int, ...]
     seed: int
-    length: int  # committed tokens
+    text: list[int]  # committed tokens behind the prompt
     wanted: int
+
+    @property
+    def length(self) -> int:
+        """Committed tokens."""
+        return len(self.prompt) + len(self.text)
 
 
 # From the right drafts of a step (as many as wanted) and the request to what is drafted.
@@ -94,8 +99,9 @@ class ScriptedProposer:
         prompts = step.draft_at.integers(NUM_PROMPT).tolist()
         each = zip(step.draft_slots.tolist(), prompts, step.draft_at.seed.tolist(), strict=True)
         for i, (slot, num_prompt, seed) in enumerate(each):
-            prompt = tuple(step.table.tokens[slot, :num_prompt].tolist())
-            found = self._drafts(Drafting(prompt, seed, int(step.newest[i]) + 1, int(step.wanted[i])))[: step.k]
+            known = step.table.tokens[slot, : int(step.newest[i]) + 1].tolist()
+            request = Drafting(tuple(known[:num_prompt]), seed, known[num_prompt:], int(step.wanted[i]))
+            found = self._drafts(request)[: step.k]
             rows.append(found + [PAD] * (step.k - len(found)))
         return torch.tensor(rows, dtype=torch.int64).view(-1, step.k)
 
@@ -104,7 +110,7 @@ class ScriptedProposer:
             return []
         self.wanted.append(request.wanted)
         follows = self.texts[request.prompt, request.seed]
-        right = follows[request.length - len(request.prompt) :][: request.wanted]
+        right = follows[len(request.text) :][: request.wanted]
         return self.script(right + [0] * (request.wanted - len(right)), request)
 
 
