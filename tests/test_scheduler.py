@@ -208,6 +208,9 @@ class FakeModel:
             self.draft_cache[self.place(slot, position)] = PAD
 
 
+MADE_UP = ProposerNeeds("made up", next_tokens=1, uses_caches=True)
+
+
 @dataclass
 class Shape:
     """Sizes of a simulated engine."""
@@ -217,7 +220,7 @@ class Shape:
     max_rows: int = 24
     max_requests: int = 6
     prefix_caching: bool = True
-    needs: ProposerNeeds | None = ProposerNeeds("made up", next_tokens=1, uses_caches=True)
+    needs: ProposerNeeds | None = MADE_UP
     ahead: float = 0.8  # share of steps that are planned before the step before is over
 
 
@@ -603,7 +606,7 @@ class TestAhead:
     """Plans that are made while the step before is under way."""
 
     def test_positions_are_bounds_while_drafts_are_open(self) -> None:
-        scheduler, model = small()
+        scheduler, _ = small()
         scheduler.needs = ProposerNeeds("made up")
         request = ask(scheduler, [1, 2, 3], 20)
         request.max_drafts = 3
