@@ -132,9 +132,7 @@ class Scheduler:
             request = self.waiting[0]
             self._match_prefix(request)
             self.places[request] = place = Place(self._free_slots[-1], next(self._numbers))
-            # Caches that a proposer has not filled so far cannot be made up for.
-            drafts = request.max_drafts > 0 and self.needs is not None
-            place.follows = drafts and self._draft_caches_follow(request)
+            place.follows = request.max_drafts > 0 and self.needs is not None
             item = self._plan_rows(request, budget)
             if item is None or not self._reserve(request, item.end):
                 self._copies = [copy for copy in self._copies if copy[1] not in request.block_ids]
@@ -151,12 +149,6 @@ class Scheduler:
                 request.num_cached_tokens = item.start
             items.append(item)
             budget -= item.num_rows
-
-    def _draft_caches_follow(self, request: Request) -> bool:
-        assert self.needs is not None
-        if not self.needs.uses_caches:
-            return True
-        return request.num_draft_computed + max(self.needs.next_tokens - 1, 0) >= request.num_computed_tokens
 
     def _admission(self, request: Request, place: Place) -> Admission:
         return Admission(
