@@ -401,8 +401,9 @@ class Crowd:
             self.arrive()
         engine.step()
         engine.scheduler.check()
-        if self.random.random() < 0.06:
-            victim = self.random.choice([*engine.scheduler.running, *engine.scheduler.waiting])
+        unfinished = [*engine.scheduler.running, *engine.scheduler.waiting]
+        if unfinished and self.random.random() < 0.06:
+            victim = self.random.choice(unfinished)
             self.aborted_with_drafts += bool(victim.drafts)
             engine.abort(victim)
             assert victim.block_ids == [] and victim not in engine.scheduler.places
