@@ -216,7 +216,7 @@ class Shape:
     max_rows: int = 24
     max_requests: int = 6
     prefix_caching: bool = True
-    needs: ProposerNeeds | None = ProposerNeeds("made up", next_tokens=1, uses_caches=True)
+    needs: ProposerNeeds | None = None
     ahead: float = 0.8  # share of steps that are planned before the step before is over
 
 
@@ -450,7 +450,7 @@ def plan_copies(shape: Shape) -> bool:
 
 @pytest.mark.parametrize("ahead", [0.0, 0.8])
 def test_ten_thousand_steps(ahead: float) -> None:
-    simulation = Simulation(1, Shape(ahead=ahead))
+    simulation = Simulation(1, Shape(needs=ProposerNeeds("head", next_tokens=1, uses_caches=True), ahead=ahead))
     for _ in range(10_000 if ahead else 4_000):
         simulation.step()
     simulation.finish()
@@ -602,7 +602,7 @@ class TestAhead:
     """Plans that are made while the step before is under way."""
 
     def test_positions_are_bounds_while_drafts_are_open(self) -> None:
-        scheduler, model = small()
+        scheduler, _ = small()
         scheduler.needs = ProposerNeeds("made up")
         request = ask(scheduler, [1, 2, 3], 20)
         request.max_drafts = 3
