@@ -220,7 +220,7 @@ class Shape:
     max_rows: int = 24
     max_requests: int = 6
     prefix_caching: bool = True
-    needs: ProposerNeeds | None = MADE_UP
+    needs: ProposerNeeds | None = None
     ahead: float = 0.8  # share of steps that are planned before the step before is over
 
 
@@ -454,7 +454,7 @@ def plan_copies(shape: Shape) -> bool:
 
 @pytest.mark.parametrize("ahead", [0.0, 0.8])
 def test_ten_thousand_steps(ahead: float) -> None:
-    simulation = Simulation(1, Shape(ahead=ahead))
+    simulation = Simulation(1, Shape(needs=ProposerNeeds("head", next_tokens=1, uses_caches=True), ahead=ahead))
     for _ in range(10_000 if ahead else 4_000):
         simulation.step()
     simulation.finish()
