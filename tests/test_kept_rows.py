@@ -11,7 +11,6 @@ import pytest
 import torch
 from oracles.speculation import WAYS, Folders, load, run, tiny_jobs
 from oracles.tiny import VOCAB, engine_options
-from skipstone.runtime.batch_builder import build_rows
 
 from skipstone import LLM, SamplingParams
 from skipstone.core.observer import EmittedRun, Observer

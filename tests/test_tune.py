@@ -117,7 +117,7 @@ class Clock:
         start, propose = ModelRunner.start, HiddenStateProposer.propose
 
         def slow_start(runner: ModelRunner, plan: StepPlan) -> StepHandle:
-            self.now += self.slowness * (0.010 + 0.001 * plan.num_rows)
+            self.now += self.slowness * (0.010 + 0.001 * plan.num_rows) + self.stalls(plan)
             return start(runner, plan)
 
         def slow_propose(proposer: HiddenStateProposer, step: Any) -> Any:

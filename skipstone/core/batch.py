@@ -15,6 +15,7 @@ from torch import Tensor
 SPARE_BLOCK = 0  # padding rows write here; never read
 ZERO_BLOCK = 1  # all zeros, never written; read in place of a block that a request does not have
 FIRST_BLOCK = 2  # the first block that requests can own
+ALIGNMENT = 16  # bytes: kernels are compiled once more for tensors that begin elsewhere
 PAD = -1  # the one sentinel of device tensors: no slot, no selected key, no token. Never reaches a gather.
 
 
@@ -67,7 +68,10 @@ def make_spans(counts: np.ndarray, seen: Tensor, table: Tensor) -> list[Span]:
             last += 1
         rows = slice(row, row + (last - first) * query_len)
         requests = slice(first, last)
-        spans.append(Span(requests, rows, query_len, seen[rows].view(last - first, query_len), table[requests]))
+        part = seen[rows]
+        if part.data_ptr() % ALIGNMENT:
+            part = part.clone()
+        spans.append(Span(requests, rows, query_len, part.view(last - first, query_len), table[requests]))
         row, first = rows.stop, last
     return spans
 

@@ -17,10 +17,16 @@ from torch import Tensor
 from skipstone.core.batch import PAD, ZERO_BLOCK
 from skipstone.core.plan import Admission
 
-# Columns of `values`; those from TEMPERATURE on hold the bits of float64 numbers. The block table follows.
-START, LIMIT, NUM_PROMPT, ADMISSION, SEED, TOP_K, TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY, TABLE = (
-    range(13)
-)
+# Columns of `values`; those from TEMPERATURE on hold the bits of float64 numbers.
+START, LIMIT, NUM_PROMPT, ADMISSION, SEED, TOP_K, TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY = range(12)
+TABLE = 16  # the first column of the block table
+# Block tables have multiples of so many columns: kernels are compiled once more for rows that begin elsewhere.
+COLUMNS = 16
+
+
+def table_columns(tokens: int, block_size: int) -> int:
+    """Columns of a block table that reaches so far."""
+    return -(-tokens // (block_size * COLUMNS)) * COLUMNS
 
 
 class SlotRows(NamedTuple):
@@ -60,11 +66,13 @@ class SlotRows(NamedTuple):
 class SequenceTable:
     """S slots for requests and one for padding, the last. `most_drafts`: of any request."""
 
-    def __init__(self, slots: int, max_tokens: int, max_blocks: int, most_drafts: int, device: torch.device) -> None:
+    def __init__(self, slots: int, max_tokens: int, block_size: int, most_drafts: int, device: torch.device) -> None:
         # A step writes up to most_drafts + 1 tokens and as many drafts behind the last committed one.
         width = max_tokens + 2 * most_drafts + 2
         self.tokens = torch.zeros(slots + 1, width, dtype=torch.int32, device=device)
-        self.values = torch.zeros(slots + 1, TABLE + max_blocks, dtype=torch.int64, device=device)
+        self.values = torch.zeros(
+            slots + 1, TABLE + table_columns(max_tokens, block_size), dtype=torch.int64, device=device
+        )
         self.values[:, START] = PAD
         self.values[:, TABLE:] = ZERO_BLOCK
         self.predictions: Tensor | None = None  # [S + 1, P] int32, once a request has one
@@ -93,7 +101,7 @@ class SequenceTable:
             self.tokens[new.slot, : len(new.token_ids)] = self.moved(np.array(new.token_ids, dtype=np.int32))
             self._predict(new)
         packed = self.moved(np.array(rows, dtype=np.int64))
-        self.values[packed[:, 0], :TABLE] = packed[:, 1:]
+        self.values[packed[:, 0], : packed.shape[1] - 1] = packed[:, 1:]
         self.values[packed[:, 0], TABLE:] = ZERO_BLOCK
 
     def _predict(self, new: Admission) -> None:

@@ -45,7 +45,7 @@ def measure_room(model: CausalLM, ops: Ops, block_size: int, dtype: torch.dtype,
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     with torch.inference_mode(), device:
-        table = SequenceTable(len(parts), longest, -(-longest // block_size), 0, device)
+        table = SequenceTable(len(parts), longest, block_size, 0, device)
         table.admit([Admission(i, i, [0] * part, part, 0, part + 1, 0, GREEDY, [], []) for i, part in enumerate(parts)])
         per_part = [-(-part // block_size) for part in parts]
         owned = iter(range(FIRST_BLOCK, FIRST_BLOCK + blocks))

@@ -131,8 +131,7 @@ class ModelRunner:
         if speculation.proposer is not None:
             speculation.proposer.bind(memory, ops)
         with torch.inference_mode():
-            blocks = -(-max_tokens // self.block_size)
-            self.table = SequenceTable(max_requests, max_tokens, blocks, speculation.k, self.device)
+            self.table = SequenceTable(max_requests, max_tokens, self.block_size, speculation.k, self.device)
         self.max_tokens, self.most_drafts = max_tokens, speculation.k
         parts = (model, self.groups, self.table, ops, self.block_size)
         self.step = Step(*parts, speculation.proposer, speculation.verifier, speculation.draft_sampling, speculation.k)

@@ -14,7 +14,7 @@ from torch import Tensor
 from skipstone.attention.backend import AttentionGroups
 from skipstone.core.batch import PAD, Batch, SamplingRows, make_spans
 from skipstone.core.sampling_rows import Features, RowFeatures
-from skipstone.core.sequence_table import START, SequenceTable, SlotRows
+from skipstone.core.sequence_table import START, SequenceTable, SlotRows, table_columns
 from skipstone.kernels.ops import Ops
 from skipstone.kernels.reference.decode import Accepted
 from skipstone.models.base import CausalLM, HiddenStates, Kept
@@ -81,7 +81,7 @@ class Step:
         """Run the model over the layout's rows."""
         at = self.table.read(layout.slots)
         end = torch.minimum(at.limit, at.start + layout.num_rows)
-        blocks = at.blocks[:, : -(-layout.end // self.block_size)]
+        blocks = at.blocks[:, : table_columns(layout.end, self.block_size)]
         rows = self.ops.step_rows(
             self.table.tokens, layout.slots, at.start, end, blocks, layout.row_item, layout.row_offset, self.block_size
         )

@@ -15,7 +15,7 @@ from torch import Tensor
 from skipstone.attention.backend import AttentionGroups, SparseSettings
 from skipstone.core.batch import PAD, Batch, Span
 from skipstone.core.kv_cache import CacheMemory, CacheSpec, KVCache
-from skipstone.core.sequence_table import SequenceTable, SlotRows
+from skipstone.core.sequence_table import SequenceTable, SlotRows, table_columns
 from skipstone.kernels.ops import Ops
 from skipstone.models.base import HiddenStates, Kept
 from skipstone.spec.draft_sampler import DraftSampler
@@ -115,7 +115,7 @@ class DraftStep:
         With `see_ahead` every row sees all rows of its request.
         """
         count, n = token_ids.shape
-        table = self.draft_at.blocks[:, : -(-self.max_seq_len // self.block_size)]
+        table = self.draft_at.blocks[:, : table_columns(self.max_seq_len, self.block_size)]
         end = end.clamp(max=table.shape[1] * self.block_size)
         rows = self.ops.decode_rows(token_ids, start, end, table, self.block_size)
         seen = rows.seen.view(count, n)

@@ -118,7 +118,7 @@ class _Window:
 
     def batch(self, step: DraftStep) -> Batch:
         """All rows; the tokens are put in for each module."""
-        table, size = step.at.blocks[:, : -(-step.max_seq_len // step.block_size)], step.block_size
+        table, size = step.batch.block_table, step.block_size
         place = torch.where(self.real, self.position, 0)
         rows = placed_rows(place, self.position, self.real, table[self.item, place // size], size)
         input_ids, positions, seen, slot_block, slot_offset = rows
