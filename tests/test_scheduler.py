@@ -208,9 +208,6 @@ class FakeModel:
             self.draft_cache[self.place(slot, position)] = PAD
 
 
-MADE_UP = ProposerNeeds("made up", next_tokens=1, uses_caches=True)
-
-
 @dataclass
 class Shape:
     """Sizes of a simulated engine."""

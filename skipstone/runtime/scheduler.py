@@ -302,10 +302,8 @@ class Scheduler:
             request.prompt_logprobs.extend(result.prompt_logprobs)
             kept = request.commit(result.token_ids)
             request.num_accepted = min(result.num_accepted, len(kept))
-            if item.follows and self.needs is not None:
-                request.num_draft_computed = self.needs.num_computed(
-                    request.num_computed_tokens, len(request.token_ids)
-                )
+            computed = (request.num_computed_tokens, len(request.token_ids))
+            request.num_draft_computed = self.needs.num_computed(*computed) if item.follows and self.needs else 0
             request.speculation.record(num_drafts, request.num_accepted)
             self.stats.speculation.record(num_drafts, request.num_accepted)
             request.logprobs.extend(result.logprobs[: len(kept)])
