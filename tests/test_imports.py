@@ -59,6 +59,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "models.base",
         "models.loader",
         "models.locate",
+        "spec.dummy",
         "llm",
         "session",
         "serve",
