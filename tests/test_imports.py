@@ -55,6 +55,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "models.loader",
         "models.locate",
         "models.stored",
+        "spec.dummy",
         "llm",
         "session",
         "serve",

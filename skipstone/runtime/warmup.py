@@ -44,7 +44,8 @@ def _plans(runner: ModelRunner, max_rows: int) -> Iterator[list[Part]]:
     """The steps: prompts of many lengths, alone and beside requests that decode; contexts; features; all graphs."""
     most, longest, n = runner.table.padding_slot, runner.max_tokens, runner.most_drafts + 1
     largest = min(max_rows, longest - n - 1)
-    lengths = sorted({min(size + more, largest) for size in _powers(largest) for more in (-1, 0, 1, 7)} - {0})
+    sizes = {min(size + more, largest) for size in _powers(largest) for more in (-1, 0, 1, 7)}
+    lengths = sorted((sizes | {largest}) - {0})
     for length in lengths:
         yield [Part(0, length)]
         yield [Part(9, n, True), Part(0, length)][: most + 1]

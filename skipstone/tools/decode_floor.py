@@ -12,7 +12,6 @@ from skipstone.core.kv_cache import CacheSpec
 from skipstone.kernels.ops import use_ops
 from skipstone.layers.feed_forward import MixtureOfExperts, Router
 from skipstone.runtime.engine import Engine
-from skipstone.spec.hidden_state import HiddenStateProposer
 
 
 class Floor(NamedTuple):
@@ -88,8 +87,8 @@ def route_alike(module: nn.Module) -> None:
 
 
 def _head(engine: Engine) -> list[nn.Module]:
-    proposer = engine.speculation.proposer
-    return [proposer.head] if isinstance(proposer, HiddenStateProposer) else []
+    head = getattr(engine.speculation.proposer, "head", None)
+    return [head] if isinstance(head, nn.Module) else []
 
 
 def decode_floor(engine: Engine, touched: list[list[int]], batch: int, context: int, k: int) -> Floor:

@@ -21,8 +21,9 @@ from skipstone.spec.dummy import DummyProposer
 from skipstone.tools.planner import OFF, Acceptance, Grid
 from skipstone.tools.workload import Job, encode_jobs, run_on, with_spec
 
-TURNS = 3  # of each k with the others; a turn has one step to settle and two that are measured
-STEPS_PER_CELL = 3 * TURNS
+TURNS = 3  # of each k with the others; a turn has SETTLE steps and two that are measured
+SETTLE = 2  # steps until all drafts of another k are verified, where each step is planned before the last one's results
+STEPS_PER_CELL = (SETTLE + 2) * TURNS
 REPEATS = 2  # of rows that do not fit their neighbours
 DUMMY_DRAFTS = 3
 BETWEEN_YARDSTICKS = 6  # steps
@@ -81,14 +82,14 @@ class Bench:
         self.llm.step()
 
     def plain_step(self, k: int) -> float:
-        """Seconds of a step that verifies k drafts of every request, from the second in a row on."""
+        """Seconds of a step that verifies k drafts of every request, once `SETTLE` have passed."""
         self.llm.engine.scheduler.most_drafts = lambda num_requests: k
         started = time.perf_counter()
         self.llm.step()
         return time.perf_counter() - started
 
     def draft_step(self, k: int, meter: Meter) -> float:
-        """Seconds that the proposer adds to a step; from the second in a row on, it follows k drafts and makes k."""
+        """Seconds that the proposer adds to a step; once `SETTLE` have passed, it follows k drafts and makes k."""
         self.llm.engine.scheduler.most_drafts = lambda num_requests: k
         self.llm.step()
         return meter.ends["draft"] - meter.ends["verify"]
@@ -98,7 +99,7 @@ class Bench:
         times: dict[int, list[float]] = {k: [] for k in ks}
         for _ in range(turns):
             for k in ks:
-                times[k] += [once(k) for _ in range(3)][1:]
+                times[k] += [once(k) for _ in range(SETTLE + 2)][SETTLE:]
         return [sorted(times[k])[len(times[k]) // 4] for k in ks]
 
 
@@ -244,15 +245,18 @@ def throughput(config: EngineConfig, spec: str, k: int, batch: int, jobs: Sequen
 
 def _has_room(request: Request) -> bool:
     """Whether no draft of the next steps would be cut by the request's length."""
-    return len(request.token_ids) + 4 * (DUMMY_DRAFTS + 1) < request.max_total_tokens and not request.finished
+    return (
+        len(request.token_ids) + (2 * SETTLE + 3) * (DUMMY_DRAFTS + 1) < request.max_total_tokens
+        and not request.finished
+    )
 
 
 def _yardstick(llm: LLM, requests: Sequence[Request], spec: str) -> list[float]:
-    """Seconds of two steps of `yardstick_k` drafts, after one to settle; none where a request ended."""
+    """Seconds of two steps of `yardstick_k` drafts, once they have settled; none where a request ended."""
     scheduler, k, times = llm.engine.scheduler, yardstick_k(spec), []
     usual = scheduler.most_drafts
     scheduler.most_drafts = lambda num_requests: k
-    for _ in range(3):
+    for _ in range(SETTLE + 2):
         started = time.perf_counter()
         llm.step()
         times.append(time.perf_counter() - started)
@@ -260,9 +264,9 @@ def _yardstick(llm: LLM, requests: Sequence[Request], spec: str) -> list[float]:
             times.clear()
             break
     scheduler.most_drafts = usual
-    if times:
-        llm.step()  # makes the drafts that the next step verifies
-    return times[1:]
+    for _ in range(SETTLE if times else 0):
+        llm.step()  # until the next one verifies the drafts that are usual
+    return times[SETTLE:]
 
 
 def cut_texts(llm_ids: Sequence[list[int]], contexts: Sequence[int], count: int) -> dict[int, list[list[int]]]:
