@@ -82,6 +82,8 @@ class Engine:
         needs, k_table = proposer.needs if proposer else None, self.speculation.table
         most_drafts = k_table.most_drafts if k_table else None
         self.scheduler = Scheduler(self.pool, *bounds, config.prefix_caching, needs, most_drafts)
+        # On a GPU a step beside a prompt's rows is as long as these make it, and longer by all that drafts add.
+        self.scheduler.pauses_beside_prompts = config.spec == "auto" and self.device.type != "cpu"
         self.scheduler.stats.speculation.simulated = self.speculation.simulated
         self.stats = EngineStats()
         self.overlap = config.overlap and self.device.type != "cpu"

@@ -59,6 +59,8 @@ class Scheduler:
         self.prefix_caching = prefix_caching
         self.needs = needs
         self.most_drafts = most_drafts
+        self.pauses_beside_prompts = False
+        """Whether no drafts are made that would be verified beside rows of prompts."""
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.stats = SchedulerStats()
@@ -111,7 +113,11 @@ class Scheduler:
             self._admit(items, budget)
         if ahead and not items:
             return None
-        items = [self._plan_drafts(item, len(items)) for item in items]
+        read_on = (bool(self.waiting) and len(self.running) < self.max_requests) or not all(
+            item.samples for item in items
+        )
+        if not (read_on and self.pauses_beside_prompts):
+            items = [self._plan_drafts(item, len(items)) for item in items]
         items.sort(key=lambda item: item.num_rows)
         for item in items:
             self.places[self._admitted[item.admission]].under_way.append(item)

@@ -170,7 +170,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     from skipstone.runtime.engine import Engine
     from skipstone.tools.slices import slice_info
 
-    ks = numbers(args.k, "--k", 0, LARGEST_K)
+    ks: list[int | str] = [*numbers(args.k, "--k", 0, LARGEST_K), *(["auto"] if args.auto else [])]
     wanted = args.loads.split(",") if args.loads else [load.name for load in LOADS]
     unknown = sorted(set(wanted) - {load.name for load in LOADS} - {"mixed"})
     if unknown:
@@ -181,7 +181,8 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Python {platform.python_version()}")
     cells = []
     for k in ks:
-        speculation = {"spec": f"mtp:{k}", "simulate_acceptance": args.acceptance} if k else {"spec": "off"}
+        spec = "auto" if k == "auto" else f"mtp:{k}"
+        speculation = {"spec": spec, "simulate_acceptance": args.acceptance} if k else {"spec": "off"}
         config = EngineConfig(
             model=f"slice {args.slice}", prefix_caching=False, max_model_len=16384, **{**values, **speculation}
         )
@@ -218,6 +219,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("what is measured").add_argument
     add("--slice", default="m3", metavar="NAME", help="m3 (8 layers, 32 experts) or v32 (5 layers, 32 experts) [m3]")
     add("--k", default="0,3", metavar="LIST", help="drafts a step, by the MTP module [0,3]")
+    add("--auto", action="store_true", help="spec=auto as well")
     add("--loads", metavar="LIST", help="scenarios, by name, and mixed; none: all scenarios")
     add("--rounds", type=positive, default=2, metavar="N", help="times that each is run, the first one cold [2]")
     add("--warmup", default="all", choices=("all", "none"), help="before the first scenario [all]")
