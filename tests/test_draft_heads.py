@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -26,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from skipstone import LLM, SamplingParams
+from skipstone.core.sequence_table import SlotRows
 from skipstone.errors import CheckpointError, ConfigError, SkipstoneError, UnsupportedError
 from skipstone.serve import cli
 from skipstone.spec.proposer import DraftStep
@@ -168,25 +169,32 @@ class Choice(NamedTuple):
 def record(llm: LLM) -> list[Choice]:
     """Every draft choice that the engine makes from now on."""
     choices: list[Choice] = []
-    runner = llm.engine.runner
-    propose = runner.proposer.propose
+    proposer = llm.engine.runner.proposer
+    assert proposer is not None
+    propose = proposer.propose
 
     def recording(step: DraftStep) -> Tensor | None:
-        sample, chosen = step.sampler.sample, []
+        texts = [
+            step.table.tokens[slot, : newest + 1].tolist()
+            for slot, newest in zip(step.draft_slots.tolist(), step.newest.tolist(), strict=True)
+        ]
+        # Past the end of what a request may write, its row is padding.
+        wanted = torch.minimum(step.wanted, step.draft_at.limit - step.newest - 1).tolist()
+        drafts: list[list[int]] = [[] for _ in texts]
+        sample = step.sampler.sample
 
-        def recorded(logits: Tensor, *rest: Any) -> Tensor:
-            depth = len(chosen)
-            real = (depth < step.wanted) & (step.newest + 1 + depth < step.draft_at.limit)
-            for i in real.nonzero().flatten().tolist():
-                committed = step.table.tokens[step.draft_slots[i], : int(step.newest[i]) + 1].tolist()
-                choices.append(Choice(committed, [int(tokens[i]) for tokens in chosen], logits[i].clone()))
-            chosen.append(sample(logits, *rest))
-            return chosen[-1]
+        def recorded(logits: Tensor, at: SlotRows, slots: Tensor, position: Tensor, depth: int) -> Tensor:
+            chosen = sample(logits, at, slots, position, depth)
+            for i, (committed, values, token) in enumerate(zip(texts, logits, chosen.tolist(), strict=True)):
+                if depth < wanted[i]:
+                    choices.append(Choice(committed, list(drafts[i]), values.clone()))
+                drafts[i].append(token)
+            return chosen
 
         object.__setattr__(step.sampler, "sample", recorded)
         return propose(step)
 
-    runner.proposer.propose = recording
+    proposer.propose = recording  # type: ignore[method-assign]
     return choices
 
 

@@ -178,6 +178,29 @@ class TestDrafts:
                 assert share.accepted >= 3 * index
                 assert params.regex is None or not any(share.drafted_per_position[index:])
 
+    @pytest.mark.parametrize("failing", ["start", "finish"])
+    @pytest.mark.parametrize("call", range(5, 8))
+    def test_a_failed_step_leaves_nothing_behind(
+        self, failing: str, call: int, folders: AsciiFolders, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Also one that was started ahead and waits for its masks."""
+        jobs = one_each(20)
+        expected = run(by_hand(folders.target("m3")), jobs)
+        llm = by_hand(folders.target("m3"), any_drafts(3), expected.texts)
+        llm.engine.overlap = True
+        work, calls = getattr(llm.engine.runner, failing), itertools.count()
+
+        def broken(*arguments: Any) -> Any:
+            if next(calls) == call:
+                raise ValueError("out of luck")
+            return work(*arguments)
+
+        monkeypatch.setattr(llm.engine.runner, failing, broken)
+        with pytest.raises(ValueError, match="out of luck"):
+            run(llm, jobs)
+        llm.close()
+        assert run(llm, jobs).results == expected.results
+
 
 def with_changes(params: SamplingParams, **changes: Any) -> SamplingParams:
     return SamplingParams(**{name: getattr(params, name) for name in params.__struct_fields__} | changes)

@@ -167,14 +167,16 @@ class Engine:
         started = time.perf_counter()
         handle = self._under_way or self._start(ahead=False)
         assert handle is not None
+        self._under_way = None  # should this step fail, nobody waits for what was started
         # An observer is told of a step's tokens before the next step begins.
-        self._under_way = self._start(ahead=True) if self.overlap and not self.runner.watched else None
+        ahead = self._start(ahead=True) if self.overlap and not self.runner.watched else None
         results = handle.wait()
         if handle.watched is not None:
             self.runner.report(handle, results, [self.scheduler.owner(item) for item in handle.plan.items])
         committed = self.scheduler.commit(handle.plan, results)
-        if self._under_way is not None:
-            self._finish(self._under_way)
+        if ahead is not None:
+            self._finish(ahead)
+        self._under_way = ahead
         self.stats.steps += 1
         self.stats.rows += handle.plan.num_rows
         self.stats.output_tokens += sum(len(tokens) for _, tokens in committed)
