@@ -19,7 +19,6 @@ from oracles.speculation import load
 from oracles.statistics import chi_square
 from oracles.tiny import Tiny, flatten, m3_tensors, m3_text_config, write_folder
 from oracles.tiny_heads import with_mtp
-from skipstone.spec.choose import DraftSampling
 from torch import Tensor
 
 from skipstone import LLM, SamplingParams

@@ -20,7 +20,7 @@ from skipstone.models.loader import Build, ModelInfo, Place, build_model, with_i
 from skipstone.runtime.block_pool import BlockPool
 from skipstone.runtime.dry_run import LargestStep, measure_room
 from skipstone.runtime.k_table import asked_spec
-from skipstone.runtime.masks import make_masks
+from skipstone.runtime.masks import GrammarMasks
 from skipstone.runtime.memory import CachePlan, Room, check_fits, choose_block_size, plan_caches
 from skipstone.runtime.runner import ModelRunner, StepHandle
 from skipstone.runtime.scheduler import Scheduler
@@ -201,7 +201,7 @@ class Engine:
         """Sample and draft, unless that is done."""
         if not handle.finished:
             owners = [self.scheduler.owner(item) for item in handle.plan.items]
-            self.runner.finish(handle, make_masks(handle.plan, owners))
+            self.runner.finish(handle, GrammarMasks(handle.plan, owners))
 
     def abort(self, request: Request) -> None:
         """End a request now; its blocks are free at once. Nothing happens if it has ended."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -22,7 +23,7 @@ from skipstone.kernels.reference.gemm import cpu_threads
 from skipstone.kernels.reference.sampling import decision_scores, token_logprobs
 from skipstone.models.base import CausalLM
 from skipstone.runtime.layout import decode_layout, make_layout, packed
-from skipstone.runtime.masks import Mask
+from skipstone.runtime.masks import GrammarMasks, Mask
 from skipstone.runtime.speculation import Speculation
 from skipstone.runtime.step import Forward, Outcome, Step
 from skipstone.spec.proposer import Proposer
@@ -168,8 +169,11 @@ class ModelRunner:
             self._ended("target")
         return handle
 
-    def finish(self, handle: StepHandle, masks: list[Mask]) -> None:
-        """Sample and draft. `masks`: of requests with a grammar."""
+    def finish(self, handle: StepHandle, masks: GrammarMasks) -> None:
+        """Sample and draft.
+
+        On a GPU drafts are drawn without masks, which would need the drafts before them on the host.
+        """
         plan, forward = handle.plan, handle.forward
         assert forward is not None
         features = [self.features[item.slot] for item in plan.items if item.samples]
@@ -181,13 +185,17 @@ class ModelRunner:
                     handle.bring([result], forward.layout.most_drafts + 1)
                     return
                 features += [PLAIN] * (len(forward.layout.counts) - len(features))  # of padding
-            outcome = self.step.finish(forward, features, self._allowed(handle, masks))
+            outcome = self.step.finish(forward, features, self._allowed(handle, masks.verified))
             if self.watched:
                 logits = forward.logits[: forward.layout.num_sampled].float()
                 handle.watched = Watched(logits, decision_scores(logits, outcome.rows))
             self._ended("verify")
             follows = self.proposer is not None and any(item.follows for item in plan.items)
-            drafts = self.step.draft(forward, outcome, features) if follows else None
+            allowed = None
+            if masks.verified and self.device.type == "cpu":
+                emitted = [row[1 : row[0] + 2] for row in outcome.packed.tolist()]
+                allowed = partial(masks.of_drafts, emitted)
+            drafts = self.step.draft(forward, outcome, features, allowed) if follows else None
             self._ended("draft")
             result = outcome.packed if drafts is None else torch.cat([outcome.packed, drafts], dim=1)
             handle.bring([result, *self._logprobs(handle, forward, outcome)], outcome.tokens.shape[1])

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +23,8 @@ from skipstone.runtime.layout import Layout
 from skipstone.spec.draft_sampler import DraftSampler, DraftSampling
 from skipstone.spec.proposer import DraftStep, Proposer
 from skipstone.spec.verify import Drafted, Verifier
+
+DraftMasks = Callable[[list[Tensor]], Tensor | None]  # drafts so far -> what grammars permit next, [D, V] bool
 
 
 class Forward(NamedTuple):
@@ -170,13 +173,15 @@ class Step:
         known[layout.sampling] = accepted.start
         return known
 
-    def draft(self, forward: Forward, outcome: Outcome, features: list[Features]) -> Tensor | None:
+    def draft(
+        self, forward: Forward, outcome: Outcome, features: list[Features], allowed: DraftMasks | None = None
+    ) -> Tensor | None:
         """The next drafts [D, k], PAD where there is none; they stand behind the committed tokens then."""
         assert self.proposer is not None
         proposer, slots, accepted = self.proposer, outcome.slots, outcome.accepted
         layout, at, newest = forward.layout, forward.at, accepted.start
         per_draft = RowFeatures(self.table, np.arange(len(features)), features, outcome.width)
-        sampler = DraftSampler(self.draft_sampling, per_draft, newest + 1, self.ops, self.probs)
+        sampler = DraftSampler(self.draft_sampling, per_draft, newest + 1, self.ops, self.probs, allowed)
         step = DraftStep(
             table=self.table,
             at=at,

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from skipstone.core.plan import Admission, PlanItem, StepPlan
 from skipstone.core.request import SamplingParams
+from skipstone.runtime.masks import GrammarMasks
 from skipstone.runtime.runner import BUCKETS, ModelRunner
 
 Tick = Callable[[int, int], None]  # pieces done, of how many
@@ -69,6 +70,7 @@ def _run(runner: ModelRunner, parts: list[Part]) -> None:
         admissions.append(Admission(slot, slot, [0], 1, start, length, slot, params, [1], []))
         drafts = num_rows - 1 if decodes else 0
         items.append(PlanItem(slot, slot, start, num_rows, drafts, True, k, runner.proposer is not None))
-    handle = runner.start(StepPlan(items, admissions))
-    runner.finish(handle, [])
+    plan = StepPlan(items, admissions)
+    handle = runner.start(plan)
+    runner.finish(handle, GrammarMasks(plan, [None] * len(items)))
     handle.wait()

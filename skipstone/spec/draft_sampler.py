@@ -8,7 +8,8 @@ speculative decoding", 2024). The emitted text is the target's own sample in eve
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -39,13 +40,17 @@ class DraftSampler:
     committed: Tensor  # [D] int64, tokens of each request
     ops: Ops
     probs: Tensor | None = None
+    allowed: Callable[[list[Tensor]], Tensor | None] | None = None  # drafts so far -> what a grammar permits, [D, V]
+    drawn: list[Tensor] = field(default_factory=list)
 
     def sample(self, logits: Tensor, at: SlotRows, slots: Tensor, position: Tensor, depth: int) -> Tensor:
         """One draft per row of logits [D, V] for `position` [D]: [D] int64."""
-        rows = self.features.rows(at, slots, position, greedy=self.mode == "greedy")
+        allowed = self.allowed(self.drawn) if self.allowed is not None else None
+        rows = self.features.rows(at, slots, position, allowed, greedy=self.mode == "greedy")
         if self.mode == "independent":
             rows = rows._replace(seed=fresh_seeds(rows.seed ^ INDEPENDENT_STREAM, self.committed))
         tokens = self.ops.sample(logits, rows)
+        self.drawn.append(tokens)
         if self.probs is not None:
             probs = process_logits(logits.float(), rows).softmax(dim=1)
             # A head with a smaller vocabulary may have nothing left, all its tokens forbidden; its draft is token 0.
