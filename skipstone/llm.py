@@ -97,7 +97,8 @@ class LLM:
         self._grammars: GrammarMaker = make(self.folder, self.info.config.vocab_size, self.eos_token_ids)
         self.engine = Engine(self.info, self.config, observer)
         if self.tokenizer is not None:
-            self.tokenizer.context = self.engine.caches.max_model_len
+            caches = self.engine.caches
+            self.tokenizer.context, self.tokenizer.advice = caches.max_model_len, caches.advice
         self._sessions: dict[str, tuple[Session, Choice]] = {}
         self._numbers = itertools.count()
         self._lock, self._door = threading.RLock(), threading.Lock()

@@ -119,7 +119,7 @@ class TestStart:
         code, out, err = run("bench", *([flag] if flag else []))
         assert (code, err) == (0 if flag else 2, "")
         listed = [line.split()[:2] for line in out.splitlines() if line.startswith("  ")]
-        assert listed == [["bench", "kernels"], ["bench", "decode"], ["bench", "serve"]]
+        assert listed == [["bench", "kernels"], ["bench", "decode"], ["bench", "load"], ["bench", "serve"]]
 
     def test_print_config_shows_values_and_origins(self, run: Callable[..., Result], model: Path) -> None:
         out = run("generate", model, "--top-k", "5", "--print-config").out.splitlines()
@@ -162,7 +162,10 @@ BAD_REQUESTS = {
     "cache": (["-p", "x", "--cache-memory-gb", "1e9"], ["cache_memory_gb=1000000000.0 makes", "bytes are free"]),
     "blocks": (["-p", "x", "--num-blocks", "1G"], ["num_blocks=1073741824 makes", "bytes are free"]),
     "context": (["-p", "x", "--max-model-len", "1M"], ["max_model_len=1048576", "lower it"]),
-    "long": (["-q", "-p", "x", "-p", "y" * 70, "--max-model-len", "64"], ["-p: the prompt has 70", "max_model_len=64"]),
+    "long": (
+        ["-q", "-p", "x", "-p", "y" * 70, "--max-model-len", "64"],
+        ["-p: the text has 70 characters", "64 tokens of at most 1"],
+    ),
     "longer than the model": (
         ["-q", "-p", "y" * 20_000],
         ["has 20000", "shorten it (the model has no more positions)"],
@@ -458,7 +461,7 @@ class TestChat:
         arguments = ["--max-tokens", "3", "--max-model-len", "64"]
         result = run("chat", model, *arguments, stdin="x" * 100 + "\nhi\n")
         assert result.code == 0
-        assert "error: the prompt has" in result.err and result.out.count("\n") >= 1
+        assert "error: the text has" in result.err and result.out.count("\n") >= 1
 
     def test_many_choices_are_refused(self, run: Callable[..., Result], model: Path) -> None:
         result = run("chat", model, "--n", "2")
