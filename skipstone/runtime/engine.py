@@ -13,7 +13,7 @@ from skipstone.core.observer import Observer
 from skipstone.core.plan import PlanItem
 from skipstone.core.request import FinishReason, Request
 from skipstone.errors import ConfigError, RequestError
-from skipstone.kernels.compilations import compilations, watch_compilations
+from skipstone.kernels.compilations import num_compilations, watch_compilations
 from skipstone.kernels.dispatch import choose_device, choose_dtype, choose_ops
 from skipstone.models.base import CausalLM, ModelConfig
 from skipstone.models.loader import Build, ModelInfo, Place, build_model, with_index_keys
@@ -113,7 +113,7 @@ class Engine:
 
     @property
     def _num_made(self) -> int:
-        return len(compilations()) + self.runner.captures
+        return num_compilations() + self.runner.captures
 
     @property
     def late_compilations(self) -> int:

@@ -166,7 +166,6 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     """Run the scenarios for every k; the last line of the output is JSON."""
     import torch
 
-    from skipstone.kernels.compilations import compilations
     from skipstone.runtime.engine import Engine
     from skipstone.tools.slices import slice_info
 
@@ -196,11 +195,9 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
         print(f"k = {k}: built in {built:.1f} s, ready after {ready:.1f} s", flush=True)
         for load in LOADS:
             for turn in range(args.rounds if load.name in wanted else 0):
-                made, seen = engine.late_compilations, len(compilations())
+                made = engine.late_compilations
                 cell = {"k": k, "load": load.name, "turn": turn, **drive(engine, load, turn).summary()}
                 cell["compilations"] = engine.late_compilations - made
-                for name in compilations()[seen:]:
-                    print("compiled:", name[:150])
                 cells.append(cell)
                 print(json.dumps(cell), flush=True)
         if "mixed" in wanted:
