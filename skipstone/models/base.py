@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -11,7 +12,9 @@ from skipstone.attention.backend import AttentionStep, SparseSettings
 from skipstone.core.batch import Batch
 from skipstone.core.kv_cache import CacheSpec
 from skipstone.errors import ConfigError
+from skipstone.kernels.reference.pointwise import SILU, GatedActivation
 from skipstone.layers.linear import Linear
+from skipstone.layers.rotary import RotarySettings
 
 MTP_MODULE = "MTP module"  # why a target leaves out the tensors of a draft module in its own files
 # Words that begin the keys of what a model computes, and keys among them that only training reads.
@@ -33,40 +36,43 @@ WORDS = (
 TRAINING = ("attention_dropout", "router_aux_loss_coef", "router_jitter_noise")
 
 
-class ModelConfig(Protocol):
-    """The part of a model's configuration that the engine reads."""
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The keys of config.json that all models need, under our names; the engine reads no others."""
 
-    @property
-    def hidden_size(self) -> int:
-        """H."""
-
-    @property
-    def vocab_size(self) -> int:
-        """V."""
-
-    @property
-    def num_layers(self) -> int:
-        """Decoder layers, draft modules not counted."""
-
-    @property
-    def max_position_embeddings(self) -> int:
-        """Positions that the model was made for."""
+    hidden_size: int
+    vocab_size: int
+    num_layers: int  # draft modules not counted
+    max_position_embeddings: int  # that the model was made for
+    heads: int
+    rotary: RotarySettings
+    eps: float
+    sparse: SparseSettings
+    moe_layers: tuple[bool, ...]
+    dense_intermediate: int
+    expert_intermediate: int
+    shared_intermediate: int  # of all shared experts together
+    experts: int
+    experts_per_token: int
+    expert_groups: int = 1
+    kept_groups: int = 1
+    routed_scaling: float
+    declared_mtp_modules: int  # that config.json speaks of; the weights may hold fewer
 
     @property
     def block_unit(self) -> int:
-        """Cache blocks must be a multiple of this many tokens."""
+        """Cache blocks hold whole units of selection, a multiple of this many tokens."""
+        return self.sparse.unit
 
     @property
     def softmax_scale(self) -> float:
         """Factor on attention scores."""
+        raise NotImplementedError
 
     @property
-    def sparse(self) -> SparseSettings:
-        """Unit and budget of the sparse layers."""
-
-    @property
-    def declared_mtp_modules(self) -> int:
-        """How many draft modules config.json speaks of; the weights may hold fewer."""
+    def activation(self) -> GatedActivation:
+        """Of dense layers and experts alike."""
+        return SILU
 
 
 @runtime_checkable

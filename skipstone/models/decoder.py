@@ -6,54 +6,17 @@ A model adds its attention, the angles of its rotary embedding, and its names.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from skipstone.attention.backend import AttentionStep, SparseSettings
+from skipstone.attention.backend import AttentionStep
 from skipstone.core.batch import Batch
 from skipstone.core.kv_cache import CacheSpec
-from skipstone.kernels.reference.pointwise import GatedActivation
 from skipstone.layers.feed_forward import GatedMLP, MixtureOfExperts, Router
 from skipstone.layers.linear import Linear, RMSNorm
-from skipstone.layers.rotary import RotarySettings
-from skipstone.models.base import CausalLM, HiddenStates, Kept, empty_parameter
-
-
-@dataclass(frozen=True, kw_only=True)
-class DecoderConfig:
-    """The keys of config.json that all models need, under our names."""
-
-    hidden_size: int
-    vocab_size: int
-    num_layers: int
-    max_position_embeddings: int
-    heads: int
-    rotary: RotarySettings
-    eps: float
-    sparse: SparseSettings
-    moe_layers: tuple[bool, ...]
-    dense_intermediate: int
-    expert_intermediate: int
-    shared_intermediate: int  # of all shared experts together
-    experts: int
-    experts_per_token: int
-    expert_groups: int = 1
-    kept_groups: int = 1
-    routed_scaling: float
-    declared_mtp_modules: int
-
-    @property
-    def block_unit(self) -> int:
-        """Cache blocks hold whole units of selection."""
-        return self.sparse.unit
-
-    @property
-    def softmax_scale(self) -> float:
-        """Factor on attention scores."""
-        raise NotImplementedError
+from skipstone.models.base import CausalLM, HiddenStates, Kept, ModelConfig, empty_parameter
 
 
 class MoeNames(NamedTuple):
@@ -66,50 +29,27 @@ class MoeNames(NamedTuple):
     down: str
 
 
-class LayerAttention(Protocol):
-    """Attention of one layer, with projections and caches."""
-
-    def __call__(self, x: Tensor, rotary: Any, attention: AttentionStep, kept: Kept | None) -> Tensor:
-        """Normalised x [T, H] -> [T, H], or [K, H] of the kept rows."""
-
-    def cache_specs(self) -> list[CacheSpec]:
-        """One or two cache groups."""
-
-    def weight_slots(self, prefix: str) -> dict[str, Tensor]:
-        """Checkpoint name -> the view it fills."""
-
-
 class DecoderLayer(nn.Module):
-    """x + attention(norm(x)), then x + feed-forward(norm(x)). Subclasses give the attention of layer `layer`."""
+    """x + attention(norm(x)), then x + feed-forward(norm(x)). Subclasses name the attention, and the weights."""
 
+    attention_class: type[Any]  # of (config, layer, dtype, exact), with `forward`, `cache_specs` and `weight_slots`
     norm_offset = 0.0  # see RMSNorm
     moe_names: MoeNames
 
-    def __init__(self, config: Any, layer: int, dtype: torch.dtype, exact: bool) -> None:
+    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype, exact: bool) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(config.hidden_size, config.eps, self.norm_offset)
-        self.attention = self.make_attention(config, layer, dtype, exact)
-        self.ffn_norm = RMSNorm(config.hidden_size, config.eps, self.norm_offset)
-        self.ffn = self._make_ffn(config, layer, dtype, exact)
-
-    def make_attention(self, config: Any, layer: int, dtype: torch.dtype, exact: bool) -> LayerAttention:
-        """The attention of a layer, a module."""
-        raise NotImplementedError
-
-    def activation(self, config: Any) -> GatedActivation:
-        """Of dense layers and experts alike."""
-        raise NotImplementedError
-
-    def _make_ffn(
-        self, config: DecoderConfig, layer: int, dtype: torch.dtype, exact: bool
-    ) -> GatedMLP | MixtureOfExperts:
-        hidden, activation = config.hidden_size, self.activation(config)
-        if not config.moe_layers[layer]:
-            return GatedMLP(hidden, config.dense_intermediate, activation, dtype, exact)
-        groups = (config.expert_groups, config.kept_groups)
-        router = Router(hidden, config.experts, config.experts_per_token, config.routed_scaling, exact, *groups)
-        widths = (config.expert_intermediate, config.shared_intermediate)
-        return MixtureOfExperts(hidden, *widths, router, activation, dtype)
+        hidden, activation = config.hidden_size, config.activation
+        self.attention_norm = RMSNorm(hidden, config.eps, self.norm_offset)
+        self.attention: Any = self.attention_class(config, layer, dtype, exact)
+        self.ffn_norm = RMSNorm(hidden, config.eps, self.norm_offset)
+        self.ffn: GatedMLP | MixtureOfExperts
+        if config.moe_layers[layer]:
+            groups = (config.expert_groups, config.kept_groups)
+            router = Router(hidden, config.experts, config.experts_per_token, config.routed_scaling, exact, *groups)
+            widths = (config.expert_intermediate, config.shared_intermediate)
+            self.ffn = MixtureOfExperts(hidden, *widths, router, activation, dtype)
+        else:
+            self.ffn = GatedMLP(hidden, config.dense_intermediate, activation, dtype, exact)
 
     def forward(
         self, x: Tensor, update: Tensor | None, rotary: Any, attention: AttentionStep, kept: Kept | None = None

@@ -18,11 +18,11 @@ from skipstone.core.kv_cache import CacheSpec, CacheTensorSpec
 from skipstone.kernels.ops import OpsModule
 from skipstone.kernels.reference.fp8 import FP8
 from skipstone.kernels.reference.index_rows import KeyNorm
-from skipstone.kernels.reference.pointwise import SILU, GatedActivation, Rotary
+from skipstone.kernels.reference.pointwise import Rotary
 from skipstone.layers.linear import Linear, RMSNorm
 from skipstone.layers.rotary import RotaryTable, rotary_table
-from skipstone.models.base import MTP_MODULE, ConfigReader, Kept, empty_parameter
-from skipstone.models.decoder import Decoder, DecoderConfig, DecoderLayer, MoeNames
+from skipstone.models.base import MTP_MODULE, ConfigReader, Kept, ModelConfig, empty_parameter
+from skipstone.models.decoder import Decoder, DecoderLayer, MoeNames
 from skipstone.models.rotary_keys import read_rotary
 
 # The norms inside attention (latent query, latent, index key) take this and not `rms_norm_eps`: the published modelling
@@ -49,7 +49,7 @@ ONLY: dict[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeepseekV32Config(DecoderConfig):
+class DeepseekV32Config(ModelConfig):
     """The keys of config.json that this model alone needs."""
 
     q_rank: int
@@ -238,17 +238,10 @@ class Attention(OpsModule):
 
 
 class DeepseekV32Layer(DecoderLayer):
-    """MLA, and experts with the names of dense layers."""
+    """Experts go by the names of dense layers."""
 
+    attention_class = Attention
     moe_names = MoeNames("mlp", "gate.e_score_correction_bias", "gate_proj", "up_proj", "down_proj")
-
-    def make_attention(self, config: DeepseekV32Config, layer: int, dtype: torch.dtype, exact: bool) -> Attention:
-        """The same in every layer."""
-        return Attention(config, layer, dtype, exact)
-
-    def activation(self, config: DeepseekV32Config) -> GatedActivation:
-        """SwiGLU."""
-        return SILU
 
 
 class DeepseekV32(Decoder):

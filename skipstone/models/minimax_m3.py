@@ -19,8 +19,8 @@ from skipstone.kernels.ops import OpsModule
 from skipstone.kernels.reference.pointwise import GatedActivation, Rotary
 from skipstone.layers.linear import Linear
 from skipstone.layers.rotary import RotaryTable, rotary_table
-from skipstone.models.base import MTP_MODULE, ConfigReader, Kept, empty_parameter
-from skipstone.models.decoder import Decoder, DecoderConfig, DecoderLayer, MoeNames
+from skipstone.models.base import MTP_MODULE, ConfigReader, Kept, ModelConfig, empty_parameter
+from skipstone.models.decoder import Decoder, DecoderLayer, MoeNames
 from skipstone.models.rotary_keys import read_rotary
 
 # Variants of the model that are not implemented, by the values that are.
@@ -50,7 +50,7 @@ ATTENTION_KINDS, MLP_KINDS = ("full_attention", "minimax_m3_sparse"), ("dense", 
 
 
 @dataclass(frozen=True, kw_only=True)
-class MiniMaxM3Config(DecoderConfig):
+class MiniMaxM3Config(ModelConfig):
     """The keys of `text_config` that the text tower alone needs."""
 
     kv_heads: int
@@ -64,6 +64,11 @@ class MiniMaxM3Config(DecoderConfig):
     def softmax_scale(self) -> float:
         """head_dim^-1/2."""
         return float(self.head_dim**-0.5)
+
+    @property
+    def activation(self) -> GatedActivation:
+        """Clamped SwiGLU."""
+        return GatedActivation(self.swiglu_alpha, self.swiglu_limit, shift=1.0)
 
 
 def _read_sparse(
@@ -186,10 +191,10 @@ class HeadNorm(OpsModule):
 class Attention(nn.Module):
     """Attention of one layer; `sparse` layers own an index branch."""
 
-    def __init__(self, config: MiniMaxM3Config, layer: int, sparse: bool, dtype: torch.dtype, exact: bool) -> None:
+    def __init__(self, config: MiniMaxM3Config, layer: int, dtype: torch.dtype, exact: bool) -> None:
         super().__init__()
-        self.config, self.layer, self.sparse = config, layer, sparse
-        self.kinds = ["q", "k", "index_q", "index_k"] if sparse else ["q", "k"]
+        self.config, self.layer, self.sparse = config, layer, config.sparse_layers[layer]
+        self.kinds = ["q", "k", "index_q", "index_k"] if self.sparse else ["q", "k"]
         self.head_counts = [config.heads, config.kv_heads, config.kv_heads, 1][: len(self.kinds)]
         normed = sum(self.head_counts)
         self.in_proj = Linear(config.hidden_size, (normed + config.kv_heads) * config.head_dim, dtype, exact)
@@ -239,18 +244,11 @@ class Attention(nn.Module):
 
 
 class MiniMaxM3Layer(DecoderLayer):
-    """Gemma norms, clamped SwiGLU."""
+    """Gemma norms around the attention."""
 
+    attention_class = Attention
     norm_offset = 1.0
     moe_names = MoeNames("block_sparse_moe", "e_score_correction_bias", gate="w1", up="w3", down="w2")
-
-    def make_attention(self, config: MiniMaxM3Config, layer: int, dtype: torch.dtype, exact: bool) -> Attention:
-        """Dense or block-sparse."""
-        return Attention(config, layer, config.sparse_layers[layer], dtype, exact)
-
-    def activation(self, config: MiniMaxM3Config) -> GatedActivation:
-        """gate sigmoid(alpha gate) (up + 1), both clamped."""
-        return GatedActivation(config.swiglu_alpha, config.swiglu_limit, shift=1.0)
 
 
 class MiniMaxM3(Decoder):
