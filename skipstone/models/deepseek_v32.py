@@ -21,8 +21,8 @@ from skipstone.kernels.reference.index_rows import KeyNorm
 from skipstone.kernels.reference.pointwise import Rotary
 from skipstone.layers.linear import Linear, RMSNorm
 from skipstone.layers.rotary import RotaryTable, rotary_table
-from skipstone.models.base import MTP_MODULE, ConfigReader, Kept, ModelConfig, empty_parameter
-from skipstone.models.decoder import Decoder, DecoderLayer, MoeNames
+from skipstone.models.base import MTP_MODULE, CausalLM, DecoderLayer, Kept, ModelConfig, MoeNames, empty_parameter
+from skipstone.models.config_reader import ConfigReader
 from skipstone.models.rotary_keys import read_rotary
 
 # The norms inside attention (latent query, latent, index key) take this and not `rms_norm_eps`: the published modelling
@@ -244,7 +244,7 @@ class DeepseekV32Layer(DecoderLayer):
     moe_names = MoeNames("mlp", "gate.e_score_correction_bias", "gate_proj", "up_proj", "down_proj")
 
 
-class DeepseekV32(Decoder):
+class DeepseekV32(CausalLM):
     """DeepSeek-V3.2 without its draft layer."""
 
     config: DeepseekV32Config

@@ -19,7 +19,8 @@ from skipstone.core.kv_cache import CacheSpec
 from skipstone.errors import ConfigError
 from skipstone.kernels.reference.pointwise import Rotary
 from skipstone.layers.linear import Linear, RMSNorm
-from skipstone.models.base import BlockDraftHead, CausalLM, ConfigReader, HiddenStates, ModelConfig
+from skipstone.models.base import BlockDraftHead, CausalLM, HiddenStates, ModelConfig
+from skipstone.models.config_reader import ConfigReader
 from skipstone.models.draft_layers import (
     DraftLayer,
     DraftLayerConfig,
@@ -118,15 +119,11 @@ class Dflash(BlockDraftHead):
         self.embed, self.target_logits = target.embed, target.logits
         self.max_position = min(config.layer.max_position, max_position)
         self.rotary = config.layer.rotary_table(self.max_position)
+        self.attention_scale = config.layer.softmax_scale
 
     def cache_specs(self) -> list[CacheSpec]:
         """Keys and values of every layer."""
         return [spec for layer in self.layers for spec in self.config.layer.cache_specs(layer.index)]
-
-    @property
-    def attention_scale(self) -> float:
-        """head_dim^-1/2."""
-        return self.config.layer.softmax_scale
 
     def store_context(self, hidden: HiddenStates, batch: Batch, attention: AttentionStep) -> None:
         """Features of the target's rows as keys and values, see BlockDraftHead."""

@@ -15,7 +15,8 @@ from skipstone.kernels.reference.pointwise import SILU
 from skipstone.layers.feed_forward import GatedMLP
 from skipstone.layers.linear import Linear, RMSNorm
 from skipstone.layers.rotary import RotarySettings, RotaryTable, rotary_table
-from skipstone.models.base import ConfigReader, ModelConfig
+from skipstone.models.base import ModelConfig
+from skipstone.models.config_reader import ConfigReader
 from skipstone.models.rotary_keys import read_rotary
 
 

@@ -20,16 +20,8 @@ from skipstone.core.kv_cache import CacheSpec
 from skipstone.errors import CheckpointError, ConfigError
 from skipstone.kernels.reference.pointwise import Rotary
 from skipstone.layers.linear import Linear, RMSNorm
-from skipstone.models.base import (
-    CausalLM,
-    ConfigReader,
-    DraftHead,
-    DraftOutput,
-    HiddenStates,
-    Kept,
-    ModelConfig,
-    empty_parameter,
-)
+from skipstone.models.base import CausalLM, DraftHead, DraftOutput, HiddenStates, Kept, ModelConfig, empty_parameter
+from skipstone.models.config_reader import ConfigReader
 from skipstone.models.draft_layers import (
     DraftLayer,
     DraftLayerConfig,
@@ -186,20 +178,11 @@ class Eagle3(DraftHead):
         self.has_mask = self.vocabulary is not None and "t2d" in names
         self.max_position = min(config.layer.max_position, max_position)
         self.rotary = config.layer.rotary_table(self.max_position)
+        self.attention_scale = config.layer.softmax_scale
 
     def cache_specs(self) -> list[CacheSpec]:
         """Keys and values of the one layer."""
         return self.config.layer.cache_specs(0)
-
-    @property
-    def attention_scale(self) -> float:
-        """head_dim^-1/2."""
-        return self.config.layer.softmax_scale
-
-    @property
-    def sparse(self) -> None:
-        """The layer is dense."""
-        return None
 
     def first_hidden(self, hidden: HiddenStates) -> Tensor:
         """fc of the tapped states side by side."""

@@ -19,8 +19,8 @@ from skipstone.kernels.ops import OpsModule
 from skipstone.kernels.reference.pointwise import GatedActivation, Rotary
 from skipstone.layers.linear import Linear
 from skipstone.layers.rotary import RotaryTable, rotary_table
-from skipstone.models.base import MTP_MODULE, ConfigReader, Kept, ModelConfig, empty_parameter
-from skipstone.models.decoder import Decoder, DecoderLayer, MoeNames
+from skipstone.models.base import MTP_MODULE, CausalLM, DecoderLayer, Kept, ModelConfig, MoeNames, empty_parameter
+from skipstone.models.config_reader import ConfigReader
 from skipstone.models.rotary_keys import read_rotary
 
 # Variants of the model that are not implemented, by the values that are.
@@ -251,7 +251,7 @@ class MiniMaxM3Layer(DecoderLayer):
     moe_names = MoeNames("block_sparse_moe", "e_score_correction_bias", gate="w1", up="w3", down="w2")
 
 
-class MiniMaxM3(Decoder):
+class MiniMaxM3(CausalLM):
     """The text tower of MiniMax-M3."""
 
     config: MiniMaxM3Config

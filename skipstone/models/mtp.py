@@ -12,12 +12,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from skipstone.attention.backend import AttentionStep, SparseSettings
+from skipstone.attention.backend import AttentionStep
 from skipstone.core.batch import Batch
 from skipstone.core.kv_cache import CacheSpec
 from skipstone.layers.linear import Linear, RMSNorm
-from skipstone.models.base import DraftHead, DraftOutput, HiddenStates, Kept, empty_parameter
-from skipstone.models.decoder import Decoder, layer_caches
+from skipstone.models.base import CausalLM, DraftHead, DraftOutput, HiddenStates, Kept, empty_parameter, layer_caches
 
 
 class MtpModule(nn.Module):
@@ -27,7 +26,7 @@ class MtpModule(nn.Module):
     """
 
     def __init__(
-        self, target: Decoder, config: Any, index: int, dtype: torch.dtype, exact: bool, own: Collection[str]
+        self, target: CausalLM, config: Any, index: int, dtype: torch.dtype, exact: bool, own: Collection[str]
     ) -> None:
         super().__init__()
         hidden, kind = config.hidden_size, target.layer_class
@@ -59,7 +58,7 @@ class MtpModule(nn.Module):
 class MtpHead(DraftHead):
     """All MTP modules of a checkpoint; `config` is the target's with the draft layers as its layers."""
 
-    def __init__(self, target: Decoder, config: Any, own: list[list[str]], dtype: torch.dtype, exact: bool) -> None:
+    def __init__(self, target: CausalLM, config: Any, own: list[list[str]], dtype: torch.dtype, exact: bool) -> None:
         """`own`: of each module, see MtpModule."""
         super().__init__()
         self.config, self.num_modules = config, len(own)
@@ -67,20 +66,11 @@ class MtpHead(DraftHead):
         self.mtp = cast("list[MtpModule]", modules)
         self.embed, self.target_logits, self.angles = target.embed, target.logits, target.angles
         self.max_position = target.max_position
+        self.attention_scale, self.sparse = config.softmax_scale, config.sparse
 
     def cache_specs(self) -> list[CacheSpec]:
         """Caches of every module."""
         return layer_caches(module.layer for module in self.mtp)
-
-    @property
-    def attention_scale(self) -> float:
-        """As the target's."""
-        return float(self.config.softmax_scale)
-
-    @property
-    def sparse(self) -> SparseSettings:
-        """As the target's."""
-        return cast("SparseSettings", self.config.sparse)
 
     def first_hidden(self, hidden: HiddenStates) -> Tensor:
         """States after the final norm."""
