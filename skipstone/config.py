@@ -19,8 +19,7 @@ import msgspec.inspect
 from msgspec import Meta
 
 from skipstone.errors import ConfigError
-from skipstone.spec_config import FORMS as SPEC_FORMS
-from skipstone.spec_config import SpecConfig, parse_spec, read_rates
+from skipstone.spec_config import SpecConfig, forms, parse_spec, read_rates
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -62,7 +61,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         IndexKeys,
         Meta(description="cached index keys of DeepSeek-V3.2 and its MTP modules; model: in dtype"),
     ] = "model"
-    spec: Annotated[str, Meta(description="proposer and drafts per step: " + SPEC_FORMS)] = "auto"
+    spec: Annotated[str, Meta(description="proposer and drafts per step: " + forms())] = "auto"
     draft_sampling: Annotated[
         DraftSampling | None, Meta(description="noise of drafts; none: coupled where verification is exact")
     ] = None

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
 from skipstone.errors import ConfigError
+from skipstone.registry import PROPOSERS
 
-Method = Literal["auto", "off", "mtp", "eagle3", "dflash", "ngram", "draft"]
-METHODS: tuple[Method, ...] = ("auto", "off", "mtp", "eagle3", "dflash", "ngram", "draft")
-NEED_FOLDER = ("eagle3", "dflash", "draft")
 LARGEST_K = 64
 DEFAULT_MIN_MATCH, DEFAULT_MAX_MATCH = 2, 5
-FORMS = "auto, off, mtp:K, eagle3:FOLDER:K, dflash:FOLDER:K, draft:FOLDER:K, ngram:K"
-# vLLM's names for methods that mean the same here.
-PEER_METHODS: dict[str, Method] = {"draft_model": "draft", "deepseek_mtp": "mtp", "minimax_m3_mtp": "mtp"}
-PEER_VERIFICATION = {"standard": "rejection", "block": "block", "synthetic": "exact"}
+PEER_SAMPLING = {"greedy": "greedy", "probabilistic": "independent", None: None}
+PEER_VERIFICATION = {"standard": "rejection", "block": "block", "synthetic": "exact", None: None}
 
 
 class SpecConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,7 +21,7 @@ class SpecConfig(msgspec.Struct, frozen=True, kw_only=True):
     Rates are unconditional, per draft position.
     """
 
-    method: Method
+    method: str
     folder: str | None = None
     k: int | None = None
     k_from_table: bool = False
@@ -50,20 +46,37 @@ class _PeerConfig(msgspec.Struct, forbid_unknown_fields=True):
     synthetic_acceptance_length: float | None = None
 
 
+def needs_folder(method: str) -> bool:
+    """Whether the method's weights lie in a folder of their own."""
+    return method in PROPOSERS and bool(PROPOSERS[method].heads)
+
+
+def methods() -> list[str]:
+    """Every method."""
+    return ["auto", "off", *PROPOSERS]
+
+
+def forms() -> str:
+    """How each method is written."""
+    return ", ".join(
+        ["auto, off", *(f"{name}:FOLDER:K" if row.heads else f"{name}:K" for name, row in PROPOSERS.items())]
+    )
+
+
 def parse_spec(text: str) -> SpecConfig:
     """Read the value of `spec`. Raises ConfigError naming the part that is wrong and what is allowed."""
     if text.lstrip().startswith("{"):
         return _from_peer(text)
     method, _, rest = text.strip().partition(":")
-    if method not in METHODS:
-        raise ConfigError(f"spec={text!r}: {method!r} is not a proposer; it must be {FORMS}, or a JSON object")
+    if method not in methods():
+        raise ConfigError(f"spec={text!r}: {method!r} is not a proposer; it must be {forms()}, or a JSON object")
     folder, k = rest or None, None
     head, _, tail = rest.rpartition(":")
     if tail.isdecimal():
         folder, k = head or None, int(tail)
     elif tail == "auto":
         folder = head or None
-    if folder is not None and method not in NEED_FOLDER:
+    if folder is not None and not needs_folder(method):
         raise ConfigError(f"spec={text!r}: {method} takes a number of drafts only, as in {method}:3")
     return _checked(SpecConfig(method=method, folder=folder, k=k, k_from_table=tail == "auto"), text)
 
@@ -105,9 +118,9 @@ def _from_peer(text: str) -> SpecConfig:
         known = ", ".join(_PeerConfig.__struct_fields__)
         raise ConfigError(f"spec={text!r} cannot be read: {error}; known keys: {known}") from None
     name = peer.method or ("draft" if peer.model else "auto")
-    method: Any = PEER_METHODS.get(name, name)
-    if method not in METHODS:
-        raise ConfigError(f"spec={text!r}: method={name!r} is not supported, only {', '.join(METHODS)}")
+    method = next((method for method, row in PROPOSERS.items() if name in row.peers), name)
+    if method not in methods():
+        raise ConfigError(f"spec={text!r}: method={name!r} is not supported, only {', '.join(methods())}")
     k, rates = peer.num_speculative_tokens, peer.synthetic_acceptance_rates
     if peer.synthetic_acceptance_length is not None:
         if rates is not None:
@@ -127,12 +140,12 @@ def _from_peer(text: str) -> SpecConfig:
     return _checked(
         SpecConfig(
             method=method,
-            folder=peer.model if method in NEED_FOLDER else None,
+            folder=peer.model if needs_folder(method) else None,
             k=k,
             min_match=least,
             max_match=most,
-            draft_sampling={"greedy": "greedy", "probabilistic": "independent", None: None}[peer.draft_sample_method],
-            verification=PEER_VERIFICATION[peer.rejection_sample_method] if peer.rejection_sample_method else None,
+            draft_sampling=PEER_SAMPLING[peer.draft_sample_method],
+            verification=PEER_VERIFICATION[peer.rejection_sample_method],
             acceptance_rates=rates,
         ),
         text,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from skipstone.errors import CheckpointError, ConfigError
+from skipstone.registry import PROPOSERS
 
 DEMOS = ("demo", "demo-dsa")
-HEAD_FOLDERS = ("eagle3", "dflash", "draft")
 _PACKAGE = Path(__file__).resolve().parent.parent
 
 
@@ -40,8 +40,9 @@ def shipped_prompts() -> Path:
 
 def heads_beside(folder: Path) -> dict[str, Path]:
     """Draft heads and draft models that lie beside a model's folder, by method: MODEL-eagle3, MODEL-dflash."""
-    found = {method: folder.resolve().with_name(f"{folder.resolve().name}-{method}") for method in HEAD_FOLDERS}
-    return {method: place for method, place in found.items() if (place / "config.json").is_file()}
+    model = folder.resolve()
+    places = {method: model.with_name(f"{model.name}-{method}") for method, row in PROPOSERS.items() if row.heads}
+    return {method: place for method, place in places.items() if (place / "config.json").is_file()}
 
 
 def head_folder(method: str, named: str | None, model: Path) -> Path:

@@ -33,11 +33,11 @@ def candidates(info: ModelInfo) -> list[Candidate]:
     """Every proposer in the registry, in its order, and whether this model has what it needs."""
     modules, beside = count_mtp_modules(info, info.weights), heads_beside(info.folder)
     found = []
-    for method in PROPOSERS.entries:
+    for method, row in PROPOSERS.items():
         if method == "mtp":
             held = f"the files hold {modules} MTP module{'' if modules == 1 else 's'}"
             found.append(Candidate(method, method, modules > 0, held))
-        elif method == "ngram":
+        elif not row.heads:
             found.append(Candidate(method, method, True, "needs no weights"))
         elif method in beside:
             found.append(Candidate(method, method, True, f"in {beside[method]}"))
