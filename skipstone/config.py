@@ -205,11 +205,8 @@ def _kind(members: list[msgspec.inspect.Type]) -> tuple[Kind, str]:
 def _bounds(node: msgspec.inspect.IntType | msgspec.inspect.FloatType) -> str:
     if node.ge is not None and node.le is not None:
         return f" from {node.ge} to {node.le}"
-    if node.ge is not None:
-        return f" of at least {node.ge}"
-    if node.gt is not None:
-        return f" above {node.gt}"
-    return ""
+    least = f" of at least {node.ge}" if node.ge is not None else f" above {node.gt}" if node.gt is not None else ""
+    return least + (f" and at most {node.le}" if node.le is not None else "")
 
 
 def unknown_option(name: str, known: Iterable[str], kind: str = "option", source: str = "") -> ConfigError:
