@@ -134,7 +134,7 @@ def _from_peer(text: str) -> SpecConfig:
         )
     least, most = peer.prompt_lookup_min, peer.prompt_lookup_max
     if least is None:
-        least = DEFAULT_MIN_MATCH if most is None else min(DEFAULT_MIN_MATCH, most)
+        least = min(DEFAULT_MIN_MATCH, DEFAULT_MAX_MATCH if most is None else most)
     if most is None:
         most = max(DEFAULT_MAX_MATCH, least)
     return _checked(

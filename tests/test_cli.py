@@ -189,7 +189,7 @@ BAD_FROM_THE_START = {
     "no table": (["--spec", "ngram:auto"], ["takes k from a table", "--k-table FILE"]),
     "rates": (["--simulate-acceptance", "x"], ["simulate_acceptance='x' must list numbers"]),
     "rising rates": (["--simulate-acceptance", "0.2,0.9"], ["simulate_acceptance=0.2,0.9", "never rise"]),
-    "head": (["--spec", "eagle3:nofolder:3"], ["spec=eagle3: nofolder is not a folder"]),
+    "head": (["--spec", "eagle3:nofolder:3"], ["spec=eagle3: model=nofolder is neither a folder"]),
     "no head": (["--spec", "dflash:3"], ["spec=dflash needs a folder"]),
     "draft model": (["--spec", "draft:nofolder:3"], ["spec=draft: model=nofolder is neither a folder"]),
     "device": (["--device", "cuda"], ["device='cuda'", "--device cpu"]),

@@ -49,7 +49,9 @@ def make_speculation(config: EngineConfig, around: Surroundings) -> Speculation:
     Raises ConfigError, CheckpointError, or UnsupportedError naming both features that cannot work together.
     """
     spec, table = asked_spec(config)
-    rates = _conditional(spec.acceptance_rates)
+    given = spec.acceptance_rates
+    # Of each draft, where those before it were accepted.
+    rates = given and [rate / before if before else 0.0 for rate, before in zip(given, [1.0, *given], strict=False)]
     method, reason = spec.method, "as asked"
     if method == "auto":
         method, reason = _choose(around.info)
@@ -68,8 +70,8 @@ def make_speculation(config: EngineConfig, around: Surroundings) -> Speculation:
             raise ConfigError(
                 f"spec={config.spec!r} makes no drafts, so simulate_acceptance has nothing to accept; leave one out"
             )
-        given = {"verification": verification if verification != "exact" else None, "draft_sampling": asked}
-        idle = "".join(f"; {name}={value} has no effect" for name, value in given.items() if value)
+        options = {"verification": verification if verification != "exact" else None, "draft_sampling": asked}
+        idle = "".join(f"; {name}={value} has no effect" for name, value in options.items() if value)
         why = (reason if method == "off" else "k = 0") + idle
         return Speculation(None, 0, why, "coupled", Verifier())
     proposer: Proposer = PROPOSERS[method].load()(spec, around)
@@ -87,14 +89,5 @@ def _choose(info: ModelInfo) -> tuple[Any, str]:
     if found:
         return "mtp", f"auto: the files hold {found} MTP module{'s' if found > 1 else ''}"
     declared = info.config.declared_mtp_modules
-    if declared:
-        return "off", f"auto: config.json declares {declared} MTP modules, but the files hold no MTP tensors"
-    return "off", "auto: the files hold no MTP tensors"
-
-
-def _conditional(rates: list[float] | None) -> list[float] | None:
-    """Acceptance rates per position, each given that the drafts before were accepted; if acceptance is simulated."""
-    if rates is None:
-        return None
-    before = [1.0, *rates]
-    return [rate / last if last else 0.0 for rate, last in zip(rates, before, strict=False)]
+    but = f"config.json declares {declared} MTP modules, but " if declared else ""
+    return "off", f"auto: {but}the files hold no MTP tensors"

@@ -20,15 +20,6 @@ from skipstone.runtime.proposers import Surroundings
 from skipstone.spec_config import SpecConfig, needs_folder
 
 
-class ProposerReport(msgspec.Struct, frozen=True):
-    """One proposer: the value of --spec that names it, and whether this model has what it needs."""
-
-    method: str
-    spec: str
-    works: bool
-    reason: str
-
-
 class HeadReport(msgspec.Struct, frozen=True):
     """What `skipstone inspect` shows of a draft head's folder."""
 
@@ -47,18 +38,17 @@ class HeadReport(msgspec.Struct, frozen=True):
         return self.problem is None
 
 
-def check_candidate(candidate: Candidate, info: ModelInfo, model: CausalLM, mtp: Match) -> ProposerReport:
+def check_candidate(candidate: Candidate, info: ModelInfo, model: CausalLM, mtp: Match) -> Candidate:
     """A candidate whose files are looked into; `model` is the target without memory, `mtp` how its modules match."""
-    method, works, reason = candidate.method, candidate.works, candidate.reason
+    method, said = candidate.method, ""
     try:
-        if method == "mtp" and works and mtp.error is not None:
+        if method == "mtp" and candidate.works and mtp.error is not None:
             raise mtp.error
-        if needs_folder(method) and works:
+        if needs_folder(method) and candidate.works:
             said = check_folder(method, heads_beside(info.folder)[method], info, model)
-            reason += f": {said}" if said else ""
     except SkipstoneError as error:
-        works, reason = False, str(error)
-    return ProposerReport(method, candidate.spec, works, reason)
+        return msgspec.structs.replace(candidate, works=False, reason=str(error))
+    return msgspec.structs.replace(candidate, reason=f"{candidate.reason}: {said}") if said else candidate
 
 
 def check_folder(method: str, folder: Path, info: ModelInfo, model: CausalLM) -> str:
