@@ -58,18 +58,30 @@ def methods() -> list[str]:
 
 def forms() -> str:
     """How each method is written."""
-    return ", ".join(
-        ["auto, off", *(f"{name}:FOLDER:K" if row.heads else f"{name}:K" for name, row in PROPOSERS.items())]
-    )
+    return ", ".join(["auto, off", *(name + (":FOLDER:K" if row.heads else ":K") for name, row in PROPOSERS.items())])
 
 
 def parse_spec(text: str) -> SpecConfig:
     """Read the value of `spec`. Raises ConfigError naming the part that is wrong and what is allowed."""
-    if text.lstrip().startswith("{"):
-        return _from_peer(text)
+    try:
+        spec = _from_peer(text) if text.lstrip().startswith("{") else _from_form(text)
+        if spec.k is not None and not 0 <= spec.k <= LARGEST_K:
+            raise ValueError(f"k={spec.k} must be between 0 and {LARGEST_K}")
+        least, most = spec.min_match, spec.max_match
+        if not 1 <= least <= most:
+            raise ValueError(f"prompt_lookup_min={least} must be at least 1 and at most prompt_lookup_max={most}")
+    except ValueError as error:
+        raise ConfigError(f"spec={text!r}: {error}") from None
+    if spec.acceptance_rates is not None:
+        check_rates(spec.acceptance_rates, text)
+    return spec
+
+
+def _from_form(text: str) -> SpecConfig:
+    """Raises ValueError, like `_from_peer`, without the spec's text."""
     method, _, rest = text.strip().partition(":")
     if method not in methods():
-        raise ConfigError(f"spec={text!r}: {method!r} is not a proposer; it must be {forms()}, or a JSON object")
+        raise ValueError(f"{method!r} is not a proposer; it must be {forms()}, or a JSON object")
     folder, k = rest or None, None
     head, _, tail = rest.rpartition(":")
     if tail.isdecimal():
@@ -77,21 +89,8 @@ def parse_spec(text: str) -> SpecConfig:
     elif tail == "auto":
         folder = head or None
     if folder is not None and not needs_folder(method):
-        raise ConfigError(f"spec={text!r}: {method} takes a number of drafts only, as in {method}:3")
-    return _checked(SpecConfig(method=method, folder=folder, k=k, k_from_table=tail == "auto"), text)
-
-
-def _checked(spec: SpecConfig, text: str) -> SpecConfig:
-    if spec.k is not None and not 0 <= spec.k <= LARGEST_K:
-        raise ConfigError(f"spec={text!r}: k={spec.k} must be between 0 and {LARGEST_K}")
-    if not 1 <= spec.min_match <= spec.max_match:
-        raise ConfigError(
-            f"spec={text!r}: prompt_lookup_min={spec.min_match} must be at least 1 and at most "
-            f"prompt_lookup_max={spec.max_match}"
-        )
-    if spec.acceptance_rates is not None:
-        check_rates(spec.acceptance_rates, text)
-    return spec
+        raise ValueError(f"{method} takes a number of drafts only, as in {method}:3")
+    return SpecConfig(method=method, folder=folder, k=k, k_from_table=tail == "auto")
 
 
 def read_rates(text: str) -> list[float]:
@@ -116,47 +115,35 @@ def _from_peer(text: str) -> SpecConfig:
         peer = msgspec.json.decode(text, type=_PeerConfig)
     except msgspec.MsgspecError as error:
         known = ", ".join(_PeerConfig.__struct_fields__)
-        raise ConfigError(f"spec={text!r} cannot be read: {error}; known keys: {known}") from None
+        raise ValueError(f"it cannot be read: {error}; known keys: {known}") from None
     name = peer.method or ("draft" if peer.model else "auto")
     method = next((method for method, row in PROPOSERS.items() if name in row.peers), name)
     if method not in methods():
-        raise ConfigError(f"spec={text!r}: method={name!r} is not supported, only {', '.join(methods())}")
-    k, rates = peer.num_speculative_tokens, peer.synthetic_acceptance_rates
-    if peer.synthetic_acceptance_length is not None:
+        raise ValueError(f"method={name!r} is not supported, only {', '.join(methods())}")
+    rates, length = peer.synthetic_acceptance_rates, peer.synthetic_acceptance_length
+    if length is not None:
         if rates is not None:
-            raise ConfigError(
-                f"spec={text!r}: synthetic_acceptance_rates and synthetic_acceptance_length exclude each other"
-            )
-        rates = _rates_of_length(peer.synthetic_acceptance_length, k, text)
+            raise ValueError("synthetic_acceptance_rates and synthetic_acceptance_length exclude each other")
+        rates = _rates_of_length(length, peer.num_speculative_tokens)
     if (peer.rejection_sample_method == "synthetic") != (rates is not None):
-        raise ConfigError(
-            f"spec={text!r}: rejection_sample_method 'synthetic' and acceptance rates need each other; give both"
-        )
+        raise ValueError("rejection_sample_method 'synthetic' and acceptance rates need each other; give both")
     least, most = peer.prompt_lookup_min, peer.prompt_lookup_max
     if least is None:
         least = min(DEFAULT_MIN_MATCH, DEFAULT_MAX_MATCH if most is None else most)
-    if most is None:
-        most = max(DEFAULT_MAX_MATCH, least)
-    return _checked(
-        SpecConfig(
-            method=method,
-            folder=peer.model if needs_folder(method) else None,
-            k=k,
-            min_match=least,
-            max_match=most,
-            draft_sampling=PEER_SAMPLING[peer.draft_sample_method],
-            verification=PEER_VERIFICATION[peer.rejection_sample_method],
-            acceptance_rates=rates,
-        ),
-        text,
+    return SpecConfig(
+        method=method,
+        folder=peer.model if needs_folder(method) else None,
+        k=peer.num_speculative_tokens,
+        min_match=least,
+        max_match=max(DEFAULT_MAX_MATCH, least) if most is None else most,
+        draft_sampling=PEER_SAMPLING[peer.draft_sample_method],
+        verification=PEER_VERIFICATION[peer.rejection_sample_method],
+        acceptance_rates=rates,
     )
 
 
-def _rates_of_length(length: float, k: int | None, text: str) -> list[float]:
+def _rates_of_length(length: float, k: int | None) -> list[float]:
     """The schedule of least variance with this mean length, bonus included: ones, one fraction, zeros."""
     if k is None or not 1 <= length <= k + 1:
-        raise ConfigError(
-            f"spec={text!r}: synthetic_acceptance_length={length} must be between 1 and num_speculative_tokens + 1"
-        )
-    accepted = length - 1
-    return [min(max(accepted - i, 0.0), 1.0) for i in range(k)]
+        raise ValueError(f"synthetic_acceptance_length={length} must be between 1 and num_speculative_tokens + 1")
+    return [min(max(length - 1 - i, 0.0), 1.0) for i in range(k)]
