@@ -305,7 +305,7 @@ class LLM:
 
     def _params_for(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if params is None:
-            params = msgspec.convert(self.default_params, SamplingParams)
+            params = SamplingParams(**self.default_params)
         each = [params] * count if isinstance(params, SamplingParams) else params
         if not isinstance(each, Sequence) or not all(isinstance(one, SamplingParams) for one in each):
             raise RequestError(f"params={params!r:.60} is not allowed; give SamplingParams, or a list of them")

@@ -151,7 +151,10 @@ class TestStart:
 BAD_REQUESTS = {
     "no prompt": ([], ["no prompt given", "-p TEXT"]),
     "empty prompt": (["-p", ""], ["-p: the prompt is empty"]),
-    "temperature": (["-p", "x", "--temperature", "-1"], ["temperature=-1.0", "between 0 (greedy) and 100"]),
+    "temperature": (
+        ["-p", "x", "--temperature", "-1"],
+        ["temperature=-1.0 (from --temperature)", "a number from 0 to 100"],
+    ),
     "kind": (["-p", "x", "--top-k", "many"], ["top_k=many (from --top-k)", "whole number"]),
     "engine option": (["-p", "x", "--max-num-seqs", "0"], ["max_num_seqs=0", "at least 1"]),
     "stop id": (["-p", "x", "--stop-token-ids", "500"], ["stop_token_ids contains token id 500", "0 to 127"]),
@@ -189,7 +192,7 @@ BAD_FROM_THE_START = {
     "no table": (["--spec", "ngram:auto"], ["takes k from a table", "--k-table FILE"]),
     "rates": (["--simulate-acceptance", "x"], ["simulate_acceptance='x' must list numbers"]),
     "rising rates": (["--simulate-acceptance", "0.2,0.9"], ["simulate_acceptance=0.2,0.9", "never rise"]),
-    "head": (["--spec", "eagle3:nofolder:3"], ["spec=eagle3: nofolder is not a folder"]),
+    "head": (["--spec", "eagle3:nofolder:3"], ["spec=eagle3: model=nofolder is neither a folder"]),
     "no head": (["--spec", "dflash:3"], ["spec=dflash needs a folder"]),
     "draft model": (["--spec", "draft:nofolder:3"], ["spec=draft: model=nofolder is neither a folder"]),
     "device": (["--device", "cuda"], ["device='cuda'", "--device cpu"]),
@@ -249,7 +252,7 @@ class TestErrors:
         ("line", "words"),
         [
             ('{"prompt": "a", "temperature": "hot"}', ["temperature=hot", "a number"]),
-            ('{"prompt": "a", "temperature": -1}', ["temperature=-1", "between 0"]),
+            ('{"prompt": "a", "temperature": -1}', ["temperature=-1", "a number from 0 to 100"]),
             ('{"prompt": "a", "max_token": 3}', ["no field 'max_token'", "did you mean max_tokens?"]),
             ('{"prompt": "a", "messages": []}', ["exactly one of", "prompt and messages"]),
             ('{"temperature": 1}', ["exactly one of", "none of them"]),

@@ -22,9 +22,10 @@ from skipstone.runtime.dry_run import LargestStep, measure_room
 from skipstone.runtime.k_table import asked_spec
 from skipstone.runtime.masks import GrammarMasks
 from skipstone.runtime.memory import CachePlan, Room, check_fits, choose_block_size, plan_caches
+from skipstone.runtime.proposers import Surroundings
 from skipstone.runtime.runner import ModelRunner, StepHandle
 from skipstone.runtime.scheduler import Scheduler
-from skipstone.runtime.speculation import Surroundings, make_speculation
+from skipstone.runtime.speculation import make_speculation
 from skipstone.runtime.warmup import Tick, warm_up
 
 # Rows of a step. A GPU reads prompts 3.6 times faster with 2,048 than with 512, and a few per cent slower than

@@ -10,6 +10,7 @@ from skipstone.core.kv_cache import CacheMemory, CacheSpec
 from skipstone.core.sequence_table import NUM_PROMPT
 from skipstone.kernels.ops import Ops
 from skipstone.spec.proposer import DraftStep, ProposerNeeds
+from skipstone.spec_config import SpecConfig
 
 
 def find_drafts(tokens: Tensor, length: Tensor, k: int, min_match: int, max_match: int) -> Tensor:
@@ -72,3 +73,8 @@ class NgramProposer:
         going_on = predicted.gather(1, ahead.clamp(max=predicted.shape[1] - 1)).long()
         going_on = torch.where(ahead < predicted.shape[1], going_on, PAD)
         return torch.where(agrees, going_on, found)
+
+
+def make_ngram(spec: SpecConfig, around: object) -> NgramProposer:
+    """Prompt lookup as asked for."""
+    return NgramProposer(spec.min_match, spec.max_match)
