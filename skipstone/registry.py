@@ -91,6 +91,22 @@ PROPOSERS = {
     "draft": ProposerRow("runtime.proposers:make_draft", 4, heads=tuple(MODELS.entries), peers=("draft_model",)),
 }
 
+# What only a GPU needs of the engine.
+GPU = Registry(
+    "part for GPUs",
+    {
+        "graphs": "runtime.graphs:DecodeGraphs",
+        "warm_up": "runtime.warmup:warm_up",
+        "measure_room": "runtime.dry_run:measure_room",
+        "compilations": "kernels.compilations:num_compilations",
+    },
+)
+
+# Rules of verification that look at distributions.
+VERIFICATION = Registry(
+    "rule", {"rejection": "spec.rejection:rejection_sample", "block": "spec.rejection:block_verify"}
+)
+
 # By the package that does the parsing.
 GRAMMARS = Registry("grammar library", {"llguidance": "serve.structured:GrammarCompiler"})
 

@@ -111,7 +111,7 @@ def test_graphs_and_overlap_write_the_same_texts(model: str) -> None:
         llm = engine(model, spec)
         assert written(llm) == expected, spec
         graphs = not spec.startswith("ngram")  # prompt lookup's work cannot be captured
-        assert (llm.engine.runner.replays > TOKENS // 8) == graphs, spec
+        assert (llm.engine.runner.graphs is not None and llm.engine.runner.graphs.replays > TOKENS // 8) == graphs, spec
     assert written(engine(model, "mtp:3", overlap=False)) == expected
 
 

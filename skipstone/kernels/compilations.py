@@ -5,17 +5,13 @@ from __future__ import annotations
 _count = 0
 
 
-def watch_compilations() -> None:
-    """Count from now on. Without Triton there is nothing to count."""
+def num_compilations() -> int:
+    """Variants of kernels since the first call. Without Triton there is nothing to count."""
     try:
         from triton import knobs
     except ImportError:
-        return
+        return 0
     knobs.runtime.jit_post_compile_hook = _counted
-
-
-def num_compilations() -> int:
-    """Variants of kernels since `watch_compilations`."""
     return _count
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from skipstone.attention.backend import AttentionGroups
@@ -23,18 +21,14 @@ GREEDY = SamplingParams(temperature=0)
 LOGIT_COPIES = 3  # processing the logits of sampled rows makes copies of them
 
 
-class LargestStep(NamedTuple):
-    """Rows of prompts, of which `longest` at most belong to one request, rows with logits, and tapped layers."""
+def measure_room(
+    model: CausalLM, ops: Ops, block_size: int, dtype: torch.dtype, size: tuple[int, int, int, tuple[int, ...]]
+) -> Room:
+    """Run the step; what is free afterwards, and what it took.
 
-    rows: int
-    longest: int
-    sampled: int
-    taps: tuple[int, ...]
-
-
-def measure_room(model: CausalLM, ops: Ops, block_size: int, dtype: torch.dtype, step: LargestStep) -> Room:
-    """Run the step; what is free afterwards, and what it took."""
-    rows, longest, sampled, taps = step
+    `size`: rows of prompts, of which at most the second number belong to one request, rows with logits, tapped layers.
+    """
+    rows, longest, sampled, taps = size
     device = model.embed.device
     parts = [min(longest, rows - start) for start in range(0, rows, longest)]
     blocks = sum(-(-part // block_size) for part in parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,12 +14,11 @@ from skipstone.core.observer import Observer
 from skipstone.core.plan import PlanItem
 from skipstone.core.request import FinishReason, Request
 from skipstone.errors import ConfigError, RequestError
-from skipstone.kernels.compilations import num_compilations, watch_compilations
 from skipstone.kernels.dispatch import choose_device, choose_dtype, choose_ops
 from skipstone.models.base import CausalLM, ModelConfig
 from skipstone.models.loader import Build, ModelInfo, Place, build_model, with_index_keys
+from skipstone.registry import GPU
 from skipstone.runtime.block_pool import BlockPool
-from skipstone.runtime.dry_run import LargestStep, measure_room
 from skipstone.runtime.k_table import asked_spec
 from skipstone.runtime.masks import GrammarMasks
 from skipstone.runtime.memory import CachePlan, Room, check_fits, choose_block_size, plan_caches
@@ -26,7 +26,6 @@ from skipstone.runtime.proposers import Surroundings
 from skipstone.runtime.runner import ModelRunner, StepHandle
 from skipstone.runtime.scheduler import Scheduler
 from skipstone.runtime.speculation import make_speculation
-from skipstone.runtime.warmup import Tick, warm_up
 
 # Rows of a step. A GPU reads prompts 3.6 times faster with 2,048 than with 512, and a few per cent slower than
 # with 8,192, for which decoding requests would wait four times as long.
@@ -89,7 +88,6 @@ class Engine:
         self.stats = EngineStats()
         self.overlap = config.overlap and self.device.type != "cpu"
         self._under_way: StepHandle | None = None
-        watch_compilations()
         self._warm = self._num_made
         self.vocab_size: int = info.config.vocab_size
 
@@ -103,18 +101,21 @@ class Engine:
         sampled = config.max_num_seqs * (self.speculation.k + 1)
         proposer = self.speculation.proposer
         taps = proposer.needs.taps if proposer else ()
-        step = LargestStep(rows, longest, sampled, taps)
-        return measure_room(self.model, self.kernels.ops, block_size, self.dtype, step)
+        size = (rows, longest, sampled, taps)
+        room: Room = GPU.load("measure_room")(self.model, self.kernels.ops, block_size, self.dtype, size)
+        return room
 
-    def warm_up(self, tick: Tick | None = None) -> None:
+    def warm_up(self, tick: Callable[[int, int], None] | None = None) -> None:
         """On a GPU: compile and capture before the first request what later ones need. `tick`: (done, of how many)."""
         if self.kernels.ops.implementation == "triton" and self.device.type != "cpu":
-            warm_up(self.runner, self.scheduler.max_rows, tick)
+            GPU.load("warm_up")(self.runner, self.scheduler.max_rows, tick)
             self._warm = self._num_made
 
     @property
     def _num_made(self) -> int:
-        return num_compilations() + self.runner.captures
+        if self.device.type == "cpu":
+            return 0
+        return int(GPU.load("compilations")()) + (self.runner.graphs.captures if self.runner.graphs else 0)
 
     @property
     def late_compilations(self) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from skipstone.core.plan import PlanItem
@@ -117,31 +116,3 @@ def packed(arrays: list[np.ndarray], table: SequenceTable) -> list[Tensor]:
         whole[start : start + array.size] = array
     moved = table.moved(whole)
     return [moved[start : start + array.size] for start, array in zip(starts, arrays, strict=False)]
-
-
-def decode_layout(slots: Tensor, num_rows: Tensor, wanted: Tensor, k: int, end: int) -> Layout:
-    """What a graph runs: k + 1 rows of every request, of which `num_rows` [R] are real; on the device of `slots`."""
-    count, n = len(slots), k + 1
-    row = torch.arange(count * n, device=slots.device)
-    return Layout(
-        counts=np.full(count, n),
-        slots=slots,
-        num_rows=num_rows,
-        row_item=row // n,
-        row_offset=row % n,
-        sampling=None,
-        lead=None,
-        wanted=wanted,
-        place=(row // n, row % n),
-        uniform=True,
-        logit_rows=None,
-        first_rows=row[::n].contiguous(),
-        kept=None,
-        most_drafts=k,
-        num_sampled=count * n,
-        k=k,
-        end=end,
-        chunks=False,
-        sampled_items=np.arange(count).repeat(n),
-        first_sampled=np.arange(count) * n,
-    )

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -22,7 +21,8 @@ from skipstone.kernels.ops import Ops
 from skipstone.kernels.reference.gemm import cpu_threads
 from skipstone.kernels.reference.sampling import decision_scores, token_logprobs
 from skipstone.models.base import CausalLM
-from skipstone.runtime.layout import decode_layout, make_layout, packed
+from skipstone.registry import GPU
+from skipstone.runtime.layout import make_layout, packed
 from skipstone.runtime.masks import GrammarMasks, Mask
 from skipstone.runtime.speculation import Speculation
 from skipstone.runtime.step import Forward, Outcome, Step
@@ -33,9 +33,6 @@ from skipstone.spec.proposer import Proposer
 # 16 rows of a demo, 2 cores).
 ONE_THREAD_BYTES = 1e9
 PLAIN = Features(SamplingParams(), [], 0)
-TRUNCATED = Features(SamplingParams(top_p=0.5), [], 0)
-T = TypeVar("T")
-BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
 class Watched(NamedTuple):
@@ -45,13 +42,26 @@ class Watched(NamedTuple):
     scores: Tensor
 
 
-class DecodeGraph(NamedTuple):
-    """A forward pass of a number of requests with k + 1 rows each, and what may follow it, by `truncated`."""
+class Graph(Protocol):
+    """A forward pass that is a graph, and what may follow it as another."""
 
-    inputs: Tensor  # [3, R] int64: slots, rows, drafts to make
-    run: torch.cuda.CUDAGraph
     forward: Forward
-    tails: dict[bool, tuple[torch.cuda.CUDAGraph, Tensor]]
+
+    def finish(self, truncated: bool) -> Tensor:
+        """Sample by temperature, and truncation if asked for, and draft: [R, 1 + (k + 1) + k]."""
+
+
+class Graphs(Protocol):
+    """Steps that only decode, as graphs; see `runtime.graphs`."""
+
+    captures: int
+    replays: int
+
+    def covers(self, plan: StepPlan) -> bool:
+        """Whether there is a graph for the plan."""
+
+    def replay(self, plan: StepPlan) -> Graph:
+        """Start the forward pass of the plan."""
 
 
 class StepHandle:
@@ -61,7 +71,7 @@ class StepHandle:
         self.plan = plan
         self.finished = False
         self.forward: Forward | None = None
-        self.graph: DecodeGraph | None = None  # that runs it
+        self.graph: Graph | None = None  # that runs it
         self.watched: Watched | None = None
         self._parts: list[Tensor] = []
         self._width = 0
@@ -138,10 +148,9 @@ class ModelRunner:
         self.step = Step(*parts, speculation.proposer, speculation.verifier, speculation.draft_sampling, speculation.k)
         self.features: dict[int, Features] = {}
         capturable = speculation.proposer is None or speculation.proposer.needs.graphs
-        self.graphs = graphs and capturable and ops.implementation == "triton"
-        self._captured: dict[tuple[int, int], DecodeGraph] = {}  # by requests and k
-        self._pool: Any = None
-        self.replays = self.captures = 0
+        self.graphs: Graphs | None = None
+        if graphs and capturable and ops.implementation == "triton" and self.device.type != "cpu":
+            self.graphs = GPU.load("graphs")(self.step, max_tokens)
 
     @property
     def watched(self) -> bool:
@@ -158,11 +167,9 @@ class ModelRunner:
         handle = StepHandle(plan)
         with torch.inference_mode(), self._place(plan):
             self._update(plan)
-            if self.graphs and not self.watched and all(map(self._only_decodes, plan.items)):
-                handle.graph = self._filled_graph(plan.items)
-                handle.graph.run.replay()
+            if self.graphs is not None and not self.watched and self.graphs.covers(plan):
+                handle.graph = self.graphs.replay(plan)
                 handle.forward = handle.graph.forward
-                self.replays += 1
                 return handle
             layout = make_layout(plan.items, self.table, self.step.needs_every_row or self.watched)
             handle.forward = self.step.forward(layout)
@@ -180,13 +187,12 @@ class ModelRunner:
         with torch.inference_mode(), self._place(plan):
             if handle.graph is not None:
                 if all(each.plain for each in features):
-                    tail, result = self._tail(handle.graph, any(each.truncated for each in features))
-                    tail.replay()
+                    result = handle.graph.finish(any(each.truncated for each in features))
                     handle.bring([result], forward.layout.most_drafts + 1)
                     return
                 features += [PLAIN] * (len(forward.layout.counts) - len(features))  # of padding
             outcome = self.step.finish(forward, features, self._allowed(handle, masks.verified))
-            if self.watched:
+            if self.watched and handle.graph is None:
                 logits = forward.logits[: forward.layout.num_sampled].float()
                 handle.watched = Watched(logits, decision_scores(logits, outcome.rows))
             self._ended("verify")
@@ -286,66 +292,3 @@ class ModelRunner:
         index, emitted, slot, position = packed([np.array(rows), np.array(places), slots, positions], self.table)
         tokens = torch.cat([outcome.tokens.flatten()[emitted], self.table.tokens[slot, position].long()])
         return [tokens, *token_logprobs(forward.logits[index].float(), tokens, most)]
-
-    def _only_decodes(self, item: PlanItem) -> bool:
-        """Whether a graph of k + 1 rows a request runs this item."""
-        decodes = item.samples and item.num_rows == item.num_drafts + 1 and not item.prompt_rows[1]
-        return decodes and (item.follows or self.proposer is None)
-
-    def _filled_graph(self, items: list[PlanItem]) -> DecodeGraph:
-        """The graph for these items, which its inputs name."""
-        k = max(max(item.num_next_drafts, item.num_drafts) for item in items)
-        bucket = next((size for size in BUCKETS if size >= len(items)), len(items))
-        bucket = max(min(bucket, self.table.padding_slot), len(items))
-        graph = self._graph(bucket, k)
-        values = np.zeros((3, bucket), dtype=np.int64)
-        values[0] = self.table.padding_slot
-        values[:, : len(items)] = [
-            [item.slot for item in items],
-            [item.num_rows for item in items],
-            [item.num_next_drafts for item in items],
-        ]
-        graph.inputs.copy_(torch.from_numpy(values).pin_memory(), non_blocking=True)
-        return graph
-
-    def _graph(self, bucket: int, k: int) -> DecodeGraph:
-        """Captured at first use, on padding only, so that no request's state moves."""
-        if (bucket, k) not in self._captured:
-            inputs = torch.zeros(3, bucket, dtype=torch.int64, device=self.device)
-            inputs[0] = self.table.padding_slot
-
-            layout = decode_layout(inputs[0], inputs[1], inputs[2], k, self.max_tokens)
-            self._captured[bucket, k] = DecodeGraph(inputs, *self._capture(lambda: self.step.forward(layout)), {})
-        return self._captured[bucket, k]
-
-    def _tail(self, graph: DecodeGraph, truncated: bool) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """What follows a graph's logits where nothing but temperature and, if `truncated`, truncation is asked for."""
-        if truncated not in graph.tails:
-            features = [TRUNCATED if truncated else PLAIN] * len(graph.forward.layout.counts)
-
-            def finish() -> Tensor:
-                outcome = self.step.finish(graph.forward, features, None)
-                drafts = self.step.draft(graph.forward, outcome, features) if self.proposer is not None else None
-                return outcome.packed if drafts is None else torch.cat([outcome.packed, drafts], dim=1)
-
-            running = graph.inputs.clone()
-            graph.inputs[0] = self.table.padding_slot
-            graph.run.replay()
-            graph.tails[truncated] = self._capture(finish)
-            graph.inputs.copy_(running)
-            graph.run.replay()  # once more, as a forward pass can be repeated
-        return graph.tails[truncated]
-
-    def _capture(self, work: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-        """A graph of the work, and the tensors that it leaves its results in."""
-        warm = torch.cuda.Stream()
-        warm.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(warm):
-            work()  # compiles what is not compiled yet
-        torch.cuda.current_stream().wait_stream(warm)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            result = work()
-        self._pool = graph.pool()
-        self.captures += 1
-        return graph, result

@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 from skipstone.core.plan import Admission, PlanItem, StepPlan
 from skipstone.core.request import SamplingParams
+from skipstone.runtime.graphs import BUCKETS
 from skipstone.runtime.masks import GrammarMasks
-from skipstone.runtime.runner import BUCKETS, ModelRunner
+from skipstone.runtime.runner import ModelRunner
 
 Tick = Callable[[int, int], None]  # pieces done, of how many
 # What sampling may need beside a temperature; each has kernels of its own.

@@ -14,8 +14,8 @@ from skipstone.core.batch import PAD, SamplingRows
 from skipstone.kernels.ops import Ops
 from skipstone.kernels.reference.decode import Accepted, uniforms
 from skipstone.kernels.reference.sampling import gumbel_noise, process_logits
+from skipstone.registry import VERIFICATION
 from skipstone.spec.draft_sampler import fresh_seeds
-from skipstone.spec.rejection import block_verify, rejection_sample
 
 Rule = Literal["exact", "rejection", "block"]
 # The stream of the verification's own draws; any constant that is used nowhere else.
@@ -87,8 +87,7 @@ class Verifier:
         place = drafted.place
         committed = committed.repeat_interleave(width) if place is None else committed[place[0]]
         draws = uniforms(fresh_seeds(rows.seed, committed), rows.position)
-        rule = rejection_sample if self.rule == "rejection" else block_verify
-        verified = rule(
+        verified = VERIFICATION.load(self.rule)(
             drafted.by_request(probs, 0.0),
             draft_probs,
             drafts,

@@ -61,7 +61,7 @@ def touched_experts(engine: Engine, steps: int) -> list[list[int]]:
         use_ops(module, watched)
     runner = engine.runner
     graphs, overlap = runner.graphs, engine.overlap
-    runner.graphs = engine.overlap = False
+    runner.graphs, engine.overlap = None, False
     engine.step()  # what was started early
     per_step = []
     for _ in range(steps):

@@ -12,12 +12,16 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 from skipstone.config import EngineConfig
 from skipstone.core.observer import EmittedRun, Observer, Phase
 from skipstone.core.request import Request, SamplingParams
 from skipstone.errors import ConfigError
 from skipstone.llm import LLM
-from skipstone.spec.dummy import DummyProposer
+from skipstone.spec.ngram import NgramProposer
+from skipstone.spec.proposer import DraftStep
 from skipstone.tools.planner import OFF, Acceptance, Grid
 from skipstone.tools.workload import Job, encode_jobs, run_on, with_spec
 
@@ -28,6 +32,17 @@ REPEATS = 2  # of rows that do not fit their neighbours
 DUMMY_DRAFTS = 3
 BETWEEN_YARDSTICKS = 6  # steps
 Tick = Callable[[], None]
+
+
+class DummyProposer(NgramProposer):
+    """Drafts of no worth that cost nothing to make: tokens that the request has written a while ago."""
+
+    def propose(self, step: DraftStep) -> Tensor | None:
+        """See the class."""
+        if not step.k:
+            return None
+        place = step.newest[:, None] - 2 * step.k + torch.arange(step.k, device=step.newest.device)
+        return step.table.tokens[step.draft_slots[:, None], place.clamp(min=0)].long()
 
 
 class Meter(Observer):
