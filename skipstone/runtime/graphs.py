@@ -1,4 +1,4 @@
-"""Steps that only decode, as CUDA graphs: one of the forward pass for each size of batch and k, and one of what follows.
+"""Steps that only decode, as CUDA graphs: for each size of batch and k one of the forward pass, one of what follows.
 
 A request that samples with more than temperature and truncation has its step go on without the second.
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -42,28 +42,6 @@ class Watched(NamedTuple):
     scores: Tensor
 
 
-class Graph(Protocol):
-    """A forward pass that is a graph, and what may follow it as another."""
-
-    forward: Forward
-
-    def finish(self, truncated: bool) -> Tensor:
-        """Sample by temperature, and truncation if asked for, and draft: [R, 1 + (k + 1) + k]."""
-
-
-class Graphs(Protocol):
-    """Steps that only decode, as graphs; see `runtime.graphs`."""
-
-    captures: int
-    replays: int
-
-    def covers(self, plan: StepPlan) -> bool:
-        """Whether there is a graph for the plan."""
-
-    def replay(self, plan: StepPlan) -> Graph:
-        """Start the forward pass of the plan."""
-
-
 class StepHandle:
     """A step under way. Reading its results is the step's one synchronization."""
 
@@ -71,7 +49,7 @@ class StepHandle:
         self.plan = plan
         self.finished = False
         self.forward: Forward | None = None
-        self.graph: Graph | None = None  # that runs it
+        self.graph: Any = None  # the DecodeGraph that runs it
         self.watched: Watched | None = None
         self._parts: list[Tensor] = []
         self._width = 0
@@ -148,7 +126,7 @@ class ModelRunner:
         self.step = Step(*parts, speculation.proposer, speculation.verifier, speculation.draft_sampling, speculation.k)
         self.features: dict[int, Features] = {}
         capturable = speculation.proposer is None or speculation.proposer.needs.graphs
-        self.graphs: Graphs | None = None
+        self.graphs: Any = None  # DecodeGraphs, which a CPU does not load
         if graphs and capturable and ops.implementation == "triton" and self.device.type != "cpu":
             self.graphs = GPU.load("graphs")(self.step, max_tokens)
 
