@@ -19,8 +19,7 @@ import msgspec.inspect
 from msgspec import Meta
 
 from skipstone.errors import ConfigError
-from skipstone.spec_config import FORMS as SPEC_FORMS
-from skipstone.spec_config import SpecConfig, parse_spec, read_rates
+from skipstone.spec_config import SpecConfig, forms, parse_spec, read_rates
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -50,7 +49,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     exact: Annotated[bool, Meta(description="bit-equal logits whatever else runs in the step")] = True
     max_model_len: Annotated[PositiveInt | None, Meta(description="longest prompt plus output, in tokens")] = None
     max_num_seqs: Annotated[PositiveInt, Meta(description="most requests in one step")] = 64
-    max_num_batched_tokens: Annotated[PositiveInt, Meta(description="most rows in a step; prompts run in chunks")] = 512
+    max_num_batched_tokens: Annotated[
+        PositiveInt | None,
+        Meta(description="most rows in a step, prompts run in chunks; none: 512 on a CPU, 2048 on a GPU"),
+    ] = None
     block_size: Annotated[PositiveInt | None, Meta(description="tokens per cache block")] = None
     num_blocks: Annotated[PositiveInt | None, Meta(description="cache blocks; default: from cache_memory_gb")] = None
     cache_memory_gb: Annotated[PositiveFloat | None, Meta(description="memory for all caches")] = None
@@ -59,7 +61,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         IndexKeys,
         Meta(description="cached index keys of DeepSeek-V3.2 and its MTP modules; model: in dtype"),
     ] = "model"
-    spec: Annotated[str, Meta(description="proposer and drafts per step: " + SPEC_FORMS)] = "auto"
+    spec: Annotated[str, Meta(description="proposer and drafts per step: " + forms())] = "auto"
     draft_sampling: Annotated[
         DraftSampling | None, Meta(description="noise of drafts; none: coupled where verification is exact")
     ] = None
@@ -203,11 +205,8 @@ def _kind(members: list[msgspec.inspect.Type]) -> tuple[Kind, str]:
 def _bounds(node: msgspec.inspect.IntType | msgspec.inspect.FloatType) -> str:
     if node.ge is not None and node.le is not None:
         return f" from {node.ge} to {node.le}"
-    if node.ge is not None:
-        return f" of at least {node.ge}"
-    if node.gt is not None:
-        return f" above {node.gt}"
-    return ""
+    least = f" of at least {node.ge}" if node.ge is not None else f" above {node.gt}" if node.gt is not None else ""
+    return least + (f" and at most {node.le}" if node.le is not None else "")
 
 
 def unknown_option(name: str, known: Iterable[str], kind: str = "option", source: str = "") -> ConfigError:

@@ -97,7 +97,8 @@ class LLM:
         self._grammars: GrammarMaker = make(self.folder, self.info.config.vocab_size, self.eos_token_ids)
         self.engine = Engine(self.info, self.config, observer)
         if self.tokenizer is not None:
-            self.tokenizer.context = self.engine.caches.max_model_len
+            caches = self.engine.caches
+            self.tokenizer.context, self.tokenizer.advice = caches.max_model_len, caches.advice
         self._sessions: dict[str, tuple[Session, Choice]] = {}
         self._numbers = itertools.count()
         self._lock, self._door = threading.RLock(), threading.Lock()
@@ -304,7 +305,7 @@ class LLM:
 
     def _params_for(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if params is None:
-            params = msgspec.convert(self.default_params, SamplingParams)
+            params = SamplingParams(**self.default_params)
         each = [params] * count if isinstance(params, SamplingParams) else params
         if not isinstance(each, Sequence) or not all(isinstance(one, SamplingParams) for one in each):
             raise RequestError(f"params={params!r:.60} is not allowed; give SamplingParams, or a list of them")

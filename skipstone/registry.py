@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from typing import Any
+from typing import Any, NamedTuple
 
 from skipstone.errors import UnsupportedError
+
+
+def attribute(path: str) -> Any:
+    """What "module:attribute" below the package names."""
+    module, name = path.split(":")
+    return getattr(importlib.import_module(f"skipstone.{module}"), name)
 
 
 class Registry:
@@ -23,8 +29,7 @@ class Registry:
             near = difflib.get_close_matches(name, self.entries, n=1)
             hint = f"; did you mean {near[0]}?" if near else "."
             raise UnsupportedError(f"{self.kind} {name!r} is not supported{hint} Known: {known}")
-        module, attribute = self.entries[name].split(":")
-        return getattr(importlib.import_module(f"skipstone.{module}"), attribute)
+        return attribute(self.entries[name])
 
 
 MODELS = Registry(
@@ -49,28 +54,57 @@ ATTENTION = Registry(
     },
 )
 
-# By the architecture of the checkpoint that holds the head: the target's own for MTP modules.
+# The MTP modules of a target, by its architecture.
 DRAFT_HEADS = Registry(
     "draft head",
     {
         "MiniMaxM3SparseForConditionalGeneration": "models.minimax_m3_mtp:MiniMaxM3Mtp",
         "MiniMaxM3SparseForCausalLM": "models.minimax_m3_mtp:MiniMaxM3Mtp",
         "DeepseekV32ForCausalLM": "models.deepseek_v32_mtp:DeepseekV32Mtp",
-        "LlamaForCausalLMEagle3": "models.eagle3:Eagle3",
-        "DFlashDraftModel": "models.dflash:Dflash",
     },
 )
 
-# By the method that a user names: how to build it.
-PROPOSERS = Registry(
-    "proposer",
+
+class ProposerRow(NamedTuple):
+    """All that is known of a proposer before anything is loaded: forms, messages, defaults are made from it.
+
+    `build` names what takes a SpecConfig and Surroundings and gives the Proposer. `heads`: what the config.json of its
+    folder may call it; without any it needs no folder. `peers`: other programs' names for it.
+    """
+
+    build: str
+    default_k: int = 3
+    heads: tuple[str, ...] = ()
+    peers: tuple[str, ...] = ()
+
+    def load(self) -> Any:
+        """What builds it."""
+        return attribute(self.build)
+
+
+# By the method that a user names.
+PROPOSERS = {
+    "mtp": ProposerRow("runtime.proposers:make_mtp", peers=("deepseek_mtp", "minimax_m3_mtp")),
+    "ngram": ProposerRow("spec.ngram:make_ngram", 4),
+    "eagle3": ProposerRow("runtime.proposers:make_eagle3", heads=("LlamaForCausalLMEagle3", "eagle3")),
+    "dflash": ProposerRow("runtime.proposers:make_dflash", heads=("DFlashDraftModel",)),
+    "draft": ProposerRow("runtime.proposers:make_draft", 4, heads=tuple(MODELS.entries), peers=("draft_model",)),
+}
+
+# What only a GPU needs of the engine.
+GPU = Registry(
+    "part for GPUs",
     {
-        "mtp": "runtime.speculation:make_mtp",
-        "ngram": "runtime.speculation:make_ngram",
-        "eagle3": "runtime.proposers:make_eagle3",
-        "dflash": "runtime.proposers:make_dflash",
-        "draft": "runtime.proposers:make_draft",
+        "graphs": "runtime.graphs:DecodeGraphs",
+        "warm_up": "runtime.warmup:warm_up",
+        "measure_room": "runtime.dry_run:measure_room",
+        "compilations": "kernels.compilations:num_compilations",
     },
+)
+
+# Rules of verification that look at distributions.
+VERIFICATION = Registry(
+    "rule", {"rejection": "spec.rejection:rejection_sample", "block": "spec.rejection:block_verify"}
 )
 
 # By the package that does the parsing.
@@ -102,6 +136,7 @@ KERNELS = Registry(
             ("prefill_page_table", "block_table", "block_table"),
             ("paged_attention", "block_table", "block_table"),
             ("sample", "sampling", "sampling"),
+            ("step_rows", "decode", "decode"),
             ("decode_rows", "decode", "decode"),
             ("accept", "decode", "decode"),
         ]

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
 from skipstone.errors import ConfigError
+from skipstone.registry import PROPOSERS
 
-Method = Literal["auto", "off", "mtp", "eagle3", "dflash", "ngram", "draft"]
-METHODS: tuple[Method, ...] = ("auto", "off", "mtp", "eagle3", "dflash", "ngram", "draft")
-NEED_FOLDER = ("eagle3", "dflash", "draft")
 LARGEST_K = 64
 DEFAULT_MIN_MATCH, DEFAULT_MAX_MATCH = 2, 5
-FORMS = "auto, off, mtp:K, eagle3:FOLDER:K, dflash:FOLDER:K, draft:FOLDER:K, ngram:K"
-# vLLM's names for methods that mean the same here.
-PEER_METHODS: dict[str, Method] = {"draft_model": "draft", "deepseek_mtp": "mtp", "minimax_m3_mtp": "mtp"}
-PEER_VERIFICATION = {"standard": "rejection", "block": "block", "synthetic": "exact"}
+PEER_SAMPLING = {"greedy": "greedy", "probabilistic": "independent", None: None}
+PEER_VERIFICATION = {"standard": "rejection", "block": "block", "synthetic": "exact", None: None}
 
 
 class SpecConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,7 +21,7 @@ class SpecConfig(msgspec.Struct, frozen=True, kw_only=True):
     Rates are unconditional, per draft position.
     """
 
-    method: Method
+    method: str
     folder: str | None = None
     k: int | None = None
     k_from_table: bool = False
@@ -50,35 +46,51 @@ class _PeerConfig(msgspec.Struct, forbid_unknown_fields=True):
     synthetic_acceptance_length: float | None = None
 
 
+def needs_folder(method: str) -> bool:
+    """Whether the method's weights lie in a folder of their own."""
+    return method in PROPOSERS and bool(PROPOSERS[method].heads)
+
+
+def methods() -> list[str]:
+    """Every method."""
+    return ["auto", "off", *PROPOSERS]
+
+
+def forms() -> str:
+    """How each method is written."""
+    return ", ".join(["auto, off", *(name + (":FOLDER:K" if row.heads else ":K") for name, row in PROPOSERS.items())])
+
+
 def parse_spec(text: str) -> SpecConfig:
     """Read the value of `spec`. Raises ConfigError naming the part that is wrong and what is allowed."""
-    if text.lstrip().startswith("{"):
-        return _from_peer(text)
+    try:
+        spec = _from_peer(text) if text.lstrip().startswith("{") else _from_form(text)
+        if spec.k is not None and not 0 <= spec.k <= LARGEST_K:
+            raise ValueError(f"k={spec.k} must be between 0 and {LARGEST_K}")
+        least, most = spec.min_match, spec.max_match
+        if not 1 <= least <= most:
+            raise ValueError(f"prompt_lookup_min={least} must be at least 1 and at most prompt_lookup_max={most}")
+    except ValueError as error:
+        raise ConfigError(f"spec={text!r}: {error}") from None
+    if spec.acceptance_rates is not None:
+        check_rates(spec.acceptance_rates, text)
+    return spec
+
+
+def _from_form(text: str) -> SpecConfig:
+    """Raises ValueError, like `_from_peer`, without the spec's text."""
     method, _, rest = text.strip().partition(":")
-    if method not in METHODS:
-        raise ConfigError(f"spec={text!r}: {method!r} is not a proposer; it must be {FORMS}, or a JSON object")
+    if method not in methods():
+        raise ValueError(f"{method!r} is not a proposer; it must be {forms()}, or a JSON object")
     folder, k = rest or None, None
     head, _, tail = rest.rpartition(":")
     if tail.isdecimal():
         folder, k = head or None, int(tail)
     elif tail == "auto":
         folder = head or None
-    if folder is not None and method not in NEED_FOLDER:
-        raise ConfigError(f"spec={text!r}: {method} takes a number of drafts only, as in {method}:3")
-    return _checked(SpecConfig(method=method, folder=folder, k=k, k_from_table=tail == "auto"), text)
-
-
-def _checked(spec: SpecConfig, text: str) -> SpecConfig:
-    if spec.k is not None and not 0 <= spec.k <= LARGEST_K:
-        raise ConfigError(f"spec={text!r}: k={spec.k} must be between 0 and {LARGEST_K}")
-    if not 1 <= spec.min_match <= spec.max_match:
-        raise ConfigError(
-            f"spec={text!r}: prompt_lookup_min={spec.min_match} must be at least 1 and at most "
-            f"prompt_lookup_max={spec.max_match}"
-        )
-    if spec.acceptance_rates is not None:
-        check_rates(spec.acceptance_rates, text)
-    return spec
+    if folder is not None and not needs_folder(method):
+        raise ValueError(f"{method} takes a number of drafts only, as in {method}:3")
+    return SpecConfig(method=method, folder=folder, k=k, k_from_table=tail == "auto")
 
 
 def read_rates(text: str) -> list[float]:
@@ -103,47 +115,35 @@ def _from_peer(text: str) -> SpecConfig:
         peer = msgspec.json.decode(text, type=_PeerConfig)
     except msgspec.MsgspecError as error:
         known = ", ".join(_PeerConfig.__struct_fields__)
-        raise ConfigError(f"spec={text!r} cannot be read: {error}; known keys: {known}") from None
+        raise ValueError(f"it cannot be read: {error}; known keys: {known}") from None
     name = peer.method or ("draft" if peer.model else "auto")
-    method: Any = PEER_METHODS.get(name, name)
-    if method not in METHODS:
-        raise ConfigError(f"spec={text!r}: method={name!r} is not supported, only {', '.join(METHODS)}")
-    k, rates = peer.num_speculative_tokens, peer.synthetic_acceptance_rates
-    if peer.synthetic_acceptance_length is not None:
+    method = next((method for method, row in PROPOSERS.items() if name in row.peers), name)
+    if method not in methods():
+        raise ValueError(f"method={name!r} is not supported, only {', '.join(methods())}")
+    rates, length = peer.synthetic_acceptance_rates, peer.synthetic_acceptance_length
+    if length is not None:
         if rates is not None:
-            raise ConfigError(
-                f"spec={text!r}: synthetic_acceptance_rates and synthetic_acceptance_length exclude each other"
-            )
-        rates = _rates_of_length(peer.synthetic_acceptance_length, k, text)
+            raise ValueError("synthetic_acceptance_rates and synthetic_acceptance_length exclude each other")
+        rates = _rates_of_length(length, peer.num_speculative_tokens)
     if (peer.rejection_sample_method == "synthetic") != (rates is not None):
-        raise ConfigError(
-            f"spec={text!r}: rejection_sample_method 'synthetic' and acceptance rates need each other; give both"
-        )
+        raise ValueError("rejection_sample_method 'synthetic' and acceptance rates need each other; give both")
     least, most = peer.prompt_lookup_min, peer.prompt_lookup_max
     if least is None:
-        least = DEFAULT_MIN_MATCH if most is None else min(DEFAULT_MIN_MATCH, most)
-    if most is None:
-        most = max(DEFAULT_MAX_MATCH, least)
-    return _checked(
-        SpecConfig(
-            method=method,
-            folder=peer.model if method in NEED_FOLDER else None,
-            k=k,
-            min_match=least,
-            max_match=most,
-            draft_sampling={"greedy": "greedy", "probabilistic": "independent", None: None}[peer.draft_sample_method],
-            verification=PEER_VERIFICATION[peer.rejection_sample_method] if peer.rejection_sample_method else None,
-            acceptance_rates=rates,
-        ),
-        text,
+        least = min(DEFAULT_MIN_MATCH, DEFAULT_MAX_MATCH if most is None else most)
+    return SpecConfig(
+        method=method,
+        folder=peer.model if needs_folder(method) else None,
+        k=peer.num_speculative_tokens,
+        min_match=least,
+        max_match=max(DEFAULT_MAX_MATCH, least) if most is None else most,
+        draft_sampling=PEER_SAMPLING[peer.draft_sample_method],
+        verification=PEER_VERIFICATION[peer.rejection_sample_method],
+        acceptance_rates=rates,
     )
 
 
-def _rates_of_length(length: float, k: int | None, text: str) -> list[float]:
+def _rates_of_length(length: float, k: int | None) -> list[float]:
     """The schedule of least variance with this mean length, bonus included: ones, one fraction, zeros."""
     if k is None or not 1 <= length <= k + 1:
-        raise ConfigError(
-            f"spec={text!r}: synthetic_acceptance_length={length} must be between 1 and num_speculative_tokens + 1"
-        )
-    accepted = length - 1
-    return [min(max(accepted - i, 0.0), 1.0) for i in range(k)]
+        raise ValueError(f"synthetic_acceptance_length={length} must be between 1 and num_speculative_tokens + 1")
+    return [min(max(length - 1 - i, 0.0), 1.0) for i in range(k)]

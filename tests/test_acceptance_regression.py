@@ -13,6 +13,7 @@ import json
 import random
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -102,7 +103,7 @@ def shuffle_states(llm: LLM) -> None:
         order = list(range(len(step.hidden.final)))
         draw.shuffle(order)
         hidden = HiddenStates(step.hidden.final[order], tuple(tap[order] for tap in step.hidden.taps))
-        return propose(step._replace(hidden=hidden))
+        return propose(replace(step, hidden=hidden))
 
     proposer.propose = shuffled
 

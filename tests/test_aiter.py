@@ -183,7 +183,7 @@ def test_tables_are_those_of_plain_loops(install: Callable[[Any], None], monkeyp
     indices = torch.tensor([[[*chosen, -1, -1][:2] for chosen in row] if row[0] else [[-1] * 2] * heads for row in ids])
     span = Span(slice(0, 2), slice(0, 2 * n), n, torch.tensor(positions), torch.tensor(tables))
     empty = torch.zeros(0, dtype=torch.int64)
-    batch = Batch(empty, span.positions.flatten(), torch.tensor(lengths), empty, empty, empty, empty, [span], 150)
+    batch = Batch(empty, span.positions.flatten(), torch.tensor(lengths), empty, empty, empty, [span], 150)
     backend = msa_aiter.AiterBlockSparseBackend(
         0.25, False, SparseSettings(unit, 2, groups=heads), load_ops("reference")
     )

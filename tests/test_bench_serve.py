@@ -250,7 +250,7 @@ class TestCommand:
         assert len(server.bodies) == 1
 
     def test_words(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert cli.run(["bench"]) == 2 and "did you mean bench " in capsys.readouterr().err
+        assert cli.run(["bench"]) == 2 and "bench serve" in capsys.readouterr().out
         assert cli.run(["bench", "nothing"]) == 2 and "did you mean bench " in capsys.readouterr().err
         assert cli.run(["bench", "serve", "--help"]) == 0 and "--rates LIST" in capsys.readouterr().out
 

@@ -12,10 +12,16 @@ from oracles.tiny import Tiny, write_folder
 from oracles.tiny_heads import with_mtp, write_head
 
 from skipstone.config import make_config
+from skipstone.core.batch import SamplingRows
+from skipstone.core.plan import PlanItem
+from skipstone.core.request import Request
 from skipstone.errors import ConfigError
+from skipstone.kernels.ops import Ops
+from skipstone.kernels.reference.decode import Accepted
 from skipstone.models.minimax_m3 import MiniMaxM3
+from skipstone.runtime.scheduler import Scheduler
 from skipstone.serve import cli
-from skipstone.spec.verify import Run, Verifier
+from skipstone.spec.verify import Drafted, Verifier
 from skipstone.tools.check_run import CheckReport, check
 from skipstone.tools.compare import LOGIC_ERROR, NEAR_TIE
 from skipstone.tools.workload import choose_prompts
@@ -48,12 +54,18 @@ def checked(model: Path, prompts: Path, proposers: str | None = "mtp,ngram", **o
 class FirstDraftAlways(Verifier):
     """Keeps the first draft whether it is right or not."""
 
-    def verify(self, logits: torch.Tensor, rows: list, drafts: list[list[int]], draft_probs: object) -> list[Run]:
-        runs = super().verify(logits, rows, drafts, None)
-        return [
-            Run([ids[0], *run.token_ids[:1]], 1) if ids and not run.num_accepted else run
-            for run, ids in zip(runs, drafts, strict=True)
-        ]
+    def verify(self, logits: torch.Tensor, rows: SamplingRows, drafted: Drafted, ops: Ops) -> Accepted:
+        right = super().verify(logits, rows, drafted, ops)
+        if drafted.token_ids.shape[1] < 2:
+            return right
+        first = drafted.token_ids[:, 1]
+        wrong = (right.num_accepted == 0) & (first >= 0) & (drafted.newest + 1 < drafted.end)
+        emitted = right.emitted.clone()
+        emitted[:, 1] = torch.where(wrong, right.emitted[:, 0], emitted[:, 1])
+        emitted[:, 0] = torch.where(wrong, first, emitted[:, 0])
+        following = torch.where(wrong[:, None] & (torch.arange(emitted.shape[1]) > 0), emitted[:, 1:2], right.following)
+        following[:, 0] = torch.where(wrong, first, following[:, 0])
+        return Accepted(right.num_accepted + wrong, emitted, following, right.start + wrong)
 
 
 def test_nothing_differs_in_exact_mode(model: Path, prompts: Path) -> None:
@@ -88,13 +100,13 @@ def disturb(
     without: Callable[[torch.Tensor], torch.Tensor] = lambda logits: logits,
 ) -> None:
     """Change the logits of every step with drafts, that is, of more rows than there are requests."""
-    original = MiniMaxM3.logits
+    original = MiniMaxM3.compact_logits
 
     def logits(self: MiniMaxM3, hidden: torch.Tensor) -> torch.Tensor:
         many = len(hidden) > 2 * len(PROMPTS)
         return (with_drafts if many else without)(original(self, hidden))
 
-    monkeypatch.setattr(MiniMaxM3, "logits", logits)
+    monkeypatch.setattr(MiniMaxM3, "compact_logits", logits)
 
 
 def test_one_unit_in_the_last_place_is_seen(model: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,15 +148,15 @@ def test_garbage_logits_are_no_near_tie(model: Path, prompts: Path, monkeypatch:
 
 
 def test_a_text_that_ends_early(model: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Verifier.verify
+    plan_rows = Scheduler._plan_rows
 
-    def short(self: Verifier, logits: torch.Tensor, rows: list, drafts: list, laws: object) -> list[Run]:
-        if any(drafts):
-            for row in rows:
-                row.request.max_total_tokens = min(row.request.max_total_tokens, row.request.num_prompt_tokens + 5)
-        return original(self, logits, rows, drafts, None)
+    def short(self: Scheduler, request: Request, budget: int) -> PlanItem | None:
+        item = plan_rows(self, request, budget)
+        if item is not None and item.num_drafts:
+            request.max_total_tokens = min(request.max_total_tokens, request.num_prompt_tokens + 5)
+        return item
 
-    monkeypatch.setattr(Verifier, "verify", short)
+    monkeypatch.setattr(Scheduler, "_plan_rows", short)
     found = checked(model, prompts, "mtp").cells[0].differences
     assert found and {(difference.origin, difference.got) for difference in found} == {("end", None)}
 

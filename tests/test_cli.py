@@ -119,7 +119,7 @@ class TestStart:
         code, out, err = run("bench", *([flag] if flag else []))
         assert (code, err) == (0 if flag else 2, "")
         listed = [line.split()[:2] for line in out.splitlines() if line.startswith("  ")]
-        assert listed == [["bench", "kernels"], ["bench", "decode"], ["bench", "serve"]]
+        assert listed == [["bench", "kernels"], ["bench", "decode"], ["bench", "load"], ["bench", "serve"]]
 
     def test_print_config_shows_values_and_origins(self, run: Callable[..., Result], model: Path) -> None:
         out = run("generate", model, "--top-k", "5", "--print-config").out.splitlines()
@@ -151,7 +151,10 @@ class TestStart:
 BAD_REQUESTS = {
     "no prompt": ([], ["no prompt given", "-p TEXT"]),
     "empty prompt": (["-p", ""], ["-p: the prompt is empty"]),
-    "temperature": (["-p", "x", "--temperature", "-1"], ["temperature=-1.0", "between 0 (greedy) and 100"]),
+    "temperature": (
+        ["-p", "x", "--temperature", "-1"],
+        ["temperature=-1.0 (from --temperature)", "a number from 0 to 100"],
+    ),
     "kind": (["-p", "x", "--top-k", "many"], ["top_k=many (from --top-k)", "whole number"]),
     "engine option": (["-p", "x", "--max-num-seqs", "0"], ["max_num_seqs=0", "at least 1"]),
     "stop id": (["-p", "x", "--stop-token-ids", "500"], ["stop_token_ids contains token id 500", "0 to 127"]),
@@ -162,7 +165,10 @@ BAD_REQUESTS = {
     "cache": (["-p", "x", "--cache-memory-gb", "1e9"], ["cache_memory_gb=1000000000.0 makes", "bytes are free"]),
     "blocks": (["-p", "x", "--num-blocks", "1G"], ["num_blocks=1073741824 makes", "bytes are free"]),
     "context": (["-p", "x", "--max-model-len", "1M"], ["max_model_len=1048576", "lower it"]),
-    "long": (["-q", "-p", "x", "-p", "y" * 70, "--max-model-len", "64"], ["-p: the prompt has 70", "max_model_len=64"]),
+    "long": (
+        ["-q", "-p", "x", "-p", "y" * 70, "--max-model-len", "64"],
+        ["-p: the text has 70 characters", "64 tokens of at most 1"],
+    ),
     "longer than the model": (
         ["-q", "-p", "y" * 20_000],
         ["has 20000", "shorten it (the model has no more positions)"],
@@ -186,7 +192,7 @@ BAD_FROM_THE_START = {
     "no table": (["--spec", "ngram:auto"], ["takes k from a table", "--k-table FILE"]),
     "rates": (["--simulate-acceptance", "x"], ["simulate_acceptance='x' must list numbers"]),
     "rising rates": (["--simulate-acceptance", "0.2,0.9"], ["simulate_acceptance=0.2,0.9", "never rise"]),
-    "head": (["--spec", "eagle3:nofolder:3"], ["spec=eagle3: nofolder is not a folder"]),
+    "head": (["--spec", "eagle3:nofolder:3"], ["spec=eagle3: model=nofolder is neither a folder"]),
     "no head": (["--spec", "dflash:3"], ["spec=dflash needs a folder"]),
     "draft model": (["--spec", "draft:nofolder:3"], ["spec=draft: model=nofolder is neither a folder"]),
     "device": (["--device", "cuda"], ["device='cuda'", "--device cpu"]),
@@ -246,7 +252,7 @@ class TestErrors:
         ("line", "words"),
         [
             ('{"prompt": "a", "temperature": "hot"}', ["temperature=hot", "a number"]),
-            ('{"prompt": "a", "temperature": -1}', ["temperature=-1", "between 0"]),
+            ('{"prompt": "a", "temperature": -1}', ["temperature=-1", "a number from 0 to 100"]),
             ('{"prompt": "a", "max_token": 3}', ["no field 'max_token'", "did you mean max_tokens?"]),
             ('{"prompt": "a", "messages": []}', ["exactly one of", "prompt and messages"]),
             ('{"temperature": 1}', ["exactly one of", "none of them"]),
@@ -458,7 +464,7 @@ class TestChat:
         arguments = ["--max-tokens", "3", "--max-model-len", "64"]
         result = run("chat", model, *arguments, stdin="x" * 100 + "\nhi\n")
         assert result.code == 0
-        assert "error: the prompt has" in result.err and result.out.count("\n") >= 1
+        assert "error: the text has" in result.err and result.out.count("\n") >= 1
 
     def test_many_choices_are_refused(self, run: Callable[..., Result], model: Path) -> None:
         result = run("chat", model, "--n", "2")

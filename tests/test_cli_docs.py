@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from skipstone.serve.cli import COMMANDS, load_command
-from skipstone.serve.cli_options import ALIASES, SAMPLING_HELP, TITLES, Command, Parser, known_options
+from skipstone.serve.cli_options import ALIASES, TITLES, Command, Parser, known_options
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "cli.md"
 
@@ -78,8 +78,7 @@ def option_table(struct: type[msgspec.Struct]) -> str:
             flag += f", `--no-{option.flag[2:]}`" if option.kind == "flag" else ""
             shown = "" if option.default is msgspec.NODEFAULT else f"`{msgspec.json.encode(option.default).decode()}`"
             default = {"`null`": "none", "`[]`": "none", "`{}`": "none"}.get(shown, shown)
-            meaning = option.help or SAMPLING_HELP[name]
-            lines.append(f"| {flag} | `{option.variable}` | {option.allowed} | {default} | {meaning} |")
+            lines.append(f"| {flag} | `{option.variable}` | {option.allowed} | {default} | {option.help} |")
     return "\n".join([*lines, ""])
 
 

@@ -5,16 +5,21 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import pytest
+from msgspec import Meta
 
 from skipstone import LLM
 from skipstone.config import EngineConfig, make_config, options_of, read_integer
 from skipstone.core.request import SamplingParams
-from skipstone.errors import ConfigError
+from skipstone.errors import ConfigError, RequestError
+from skipstone.serve.api_decode import decode
+from skipstone.serve.api_errors import ApiError
+from skipstone.serve.api_requests import body_of
 from skipstone.serve.cli import load_command
-from skipstone.serve.cli_options import SAMPLING_HELP, Parser, Settings, resolve
+from skipstone.serve.cli_options import TITLES, Command, Parser, Settings, resolve
 
 
 def settings(*arguments: str, environ: dict[str, str] | None = None, verb: str = "generate") -> Settings:
@@ -118,7 +123,28 @@ def test_every_engine_option_has_flag_variable_key_and_help(name: str, tmp_path:
 
 
 def test_every_sampling_field_has_help() -> None:
-    assert list(SAMPLING_HELP) == list(options_of(SamplingParams))
+    assert all(option.help for option in options_of(SamplingParams).values())
+
+
+class Warm(SamplingParams, kw_only=True, frozen=True):
+    warmth: Annotated[float, Meta(ge=0, le=2, description="how kind the words are")] = 0.5
+
+
+def test_one_field_is_a_parameter_of_engine_command_line_and_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its range and its meaning stand with it alone."""
+    with pytest.raises(RequestError, match=r"^warmth=3 is out of range; it must be a number from 0 to 2$"):
+        Warm(warmth=3).validate(10)
+    with pytest.raises(RequestError, match=r"^warmth=nan is out of range"):
+        Warm(warmth=float("nan")).validate(10)
+    Warm(warmth=2).validate(10)
+    monkeypatch.setitem(TITLES, Warm, "sampling options")
+    shown = Parser("x", Command("x", "", {Warm: None}, run=lambda args, settings: 0)).format_help()
+    assert re.search(r"--warmth X +how kind the words are \[0.5\]", shown)
+    body: Any = body_of(Warm)
+    assert decode(b'{"warmth": 1.5}', body).warmth == 1.5
+    with pytest.raises(ApiError, match="warmth=3"):
+        decode(b'{"warmth": 3}', body)
+    assert '"maximum":2' in msgspec.json.encode(msgspec.json.schema(body)).decode()
 
 
 @pytest.mark.parametrize("service", ["SKIPSTONE", "SKIPSTONE_SPEC", "SKIPSTONE_API_KEY", "SKIPSTONE_2"])

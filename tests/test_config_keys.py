@@ -28,7 +28,7 @@ from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import MiniMa
 from skipstone import LLM, SamplingParams
 from skipstone.errors import CheckpointError, ConfigError, SkipstoneError
 from skipstone.llm import GenerationConfig
-from skipstone.models.base import ConfigReader
+from skipstone.models.config_reader import ConfigReader
 from skipstone.models.draft_layers import read_draft_layer
 from skipstone.models.loader import read_model_info
 from skipstone.registry import MODELS

@@ -15,33 +15,31 @@ from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
+from oracles.host_batch import QueryRows, build_batch
 from oracles.speculation import CACHED, FEW, LEAN, WAYS, Folders, load, pairs, run, tiny_jobs, tokens, watch
-from oracles.tiny import TINY, VOCAB, Tiny, write_folder
+from oracles.tiny import TINY, Tiny, write_folder
 from oracles.tiny_heads import with_mtp
+from oracles.verifiers import RandomVerifier
 from torch import Tensor
 
 from skipstone import LLM, SamplingParams
 from skipstone.attention.backend import IndexQuery, check_groups
 from skipstone.attention.dsa import TokenIndexBackend
 from skipstone.attention.msa import BlockIndexBackend
-from skipstone.core.batch import FIRST_BLOCK, ZERO_BLOCK, Batch, Selection
+from skipstone.core.batch import FIRST_BLOCK, PAD, ZERO_BLOCK, Batch, Selection
 from skipstone.core.kv_cache import CacheSpec, KVCache
-from skipstone.core.plan import StepOutput, StepPlan, StepResult
+from skipstone.core.plan import PlanItem, StepPlan, StepResult
 from skipstone.core.request import Request
-from skipstone.core.rows import QueryRows, build_batch
-from skipstone.core.sampling_rows import SampledRow, sampling_rows
 from skipstone.errors import UnsupportedError
-from skipstone.kernels.reference.sampling import sample
 from skipstone.models.deepseek_v32 import DeepseekV32
 from skipstone.models.deepseek_v32_mtp import DeepseekV32Mtp
 from skipstone.models.minimax_m3 import MiniMaxM3
 from skipstone.models.minimax_m3_mtp import MiniMaxM3Mtp
 from skipstone.registry import ATTENTION
 from skipstone.runtime.block_pool import BlockPool
-from skipstone.runtime.runner import ModelRunner
 from skipstone.runtime.scheduler import Scheduler
-from skipstone.spec.proposer import ProposerNeeds
-from skipstone.spec.verify import Run, Verifier
+from skipstone.runtime.step import Step
+from skipstone.spec.proposer import DraftStep, ProposerNeeds
 
 TARGETS = ["m3", "dsa"]
 BLOCK = 8
@@ -67,30 +65,6 @@ def request(prompt: list[int], seed: int, count: int = 20, drafts: int | None = 
         temperature=1.0, logit_bias=LEAN if seed % 2 else {}, ignore_eos=True, num_speculative_tokens=drafts
     )
     return Request(f"r{seed}", list(prompt), params, seed, len(prompt) + count)
-
-
-class ScriptedVerifier(Verifier):
-    """Keeps as many drafts as a random script says, right or not; the text is what comes of it."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.draw = random.Random(seed)
-        self.counts: list[tuple[int, int]] = []
-
-    def verify(self, logits: Tensor, rows: list[SampledRow], drafts: list[list[int]], draft_probs: Any) -> list[Run]:
-        """One run per request."""
-        if not rows:
-            return []
-        sampled, first, runs = sample(logits, sampling_rows(rows)).tolist(), 0, []
-        for ids in drafts:
-            accepted = self.draw.randint(0, len(ids))
-            self.counts.append((len(ids), accepted))
-            token = sampled[first + accepted]
-            if ids[accepted : accepted + 1] == [token]:
-                token = (token + 1) % VOCAB  # a rejected draft is not what follows
-            runs.append(Run([*ids[:accepted], token], accepted))
-            first += len(ids) + 1
-        return runs
 
 
 class Snapshot(NamedTuple):
@@ -151,16 +125,20 @@ def modules(proposer: str) -> int:
     return {"mtp": 1, "mtp3": 3, "eagle3": 1}.get(proposer, 0)
 
 
-@pytest.mark.parametrize(("chunk", "caching", "tight"), [(11, True, False), (20, True, True)])
+@pytest.mark.parametrize(
+    ("chunk", "tight", "overlap"), [(11, False, False), (20, True, False), (20, True, True)],
+    ids=["roomy", "tight", "overlapped"],
+)  # fmt: skip
 @pytest.mark.parametrize(("name", "proposer"), pairs(CACHED))
 def test_valid_entries_equal_those_computed_from_scratch(
-    name: str, proposer: str, chunk: int, caching: bool, tight: bool, folders: Folders
+    name: str, proposer: str, chunk: int, tight: bool, overlap: bool, folders: Folders
 ) -> None:
     """After any number of kept drafts, in every step of every request, whatever happened to it before."""
     k = 3
-    few = {"num_blocks": 13, "max_model_len": 80} if tight else {}
-    llm = engine(folders, name, proposer, k, max_num_batched_tokens=chunk, prefix_caching=caching, **few)
-    verifier = llm.engine.runner.verifier = ScriptedVerifier(chunk)
+    few = {"num_blocks": 13, "max_model_len": 80} if tight else {"max_num_seqs": 3}
+    llm = engine(folders, name, proposer, k, max_num_batched_tokens=chunk, prefix_caching=True, **few)
+    llm.engine.overlap = overlap
+    verifier = llm.engine.runner.step.verifier = RandomVerifier(chunk)
     shared = tokens(30, 4)
     prompts = [[*shared[:24], 7], tokens(9, 1), shared, tokens(16, 2), shared[:17], [*shared[:24], 8], tokens(1, 3)]
     some = [request(prompt, i, drafts={2: 0, 3: 2}.get(i)) for i, prompt in enumerate(prompts)]
@@ -184,7 +162,7 @@ def test_valid_entries_equal_those_computed_from_scratch(
     assert kept == {(k, accepted) for accepted in range(k + 1)}
     stats = llm.engine.scheduler.stats
     assert (stats.preemptions > 0) == tight
-    assert (stats.prefix_hit_tokens > 0) == caching
+    assert stats.prefix_hit_tokens > 0
     assert len(taken) > 5
     fresh = Fresh(folders, name, proposer, k)
     for part in taken:
@@ -209,82 +187,92 @@ def test_a_wrong_entry_would_be_found(folders: Folders) -> None:
         assert differs[9:11].all(), f"{key}: position 9 depends on the token at 10"
 
 
-class Advances:
-    """Compares every batch that draft steps advance with one that is built from scratch."""
+class DraftRows:
+    """Compares every batch of rows that a draft step makes with one that is built from scratch."""
 
     def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         self.llm = llm
-        self.count = self.borders = self.several = 0
-        self._last: Batch | None = None
-        original, groups = Batch.advanced, llm.engine.runner.proposer.groups
-        plan = groups.plan
+        self.count = self.borders = self.several = self.padding = 0
+        self.groups = llm.engine.runner.proposer.groups
+        self.plan = self.groups.plan
+        self._last: tuple[Batch, list[Request], list[list[int]], list[int]] | None = None
+        original = DraftStep.rows
 
-        def advanced(batch: Batch, block_size: int) -> Batch:
-            self._last = original(batch, block_size)
-            return self._last
+        def made(step: DraftStep, token_ids: Tensor, start: Tensor, end: Tensor, see_ahead: bool = False) -> Batch:
+            batch = original(step, token_ids, start, end, see_ahead)
+            owners = {place.slot: one for one, place in llm.engine.scheduler.places.items()}
+            real = [ids[: max(int(e - s), 0)] for ids, s, e in zip(token_ids.tolist(), start, end, strict=True)]
+            self._last = batch, [owners[slot] for slot in step.draft_slots.tolist()], real, start.tolist()
+            return batch
 
         def checked(batch: Batch) -> Any:
-            step = plan(batch)
             if self._last is not None:
-                assert batch.positions is self._last.positions, "the advanced batch is the one that is planned"
+                assert batch is self._last[0], "the batch that was made is the one that is planned"
+                self.compare(*self._last)
                 self._last = None
-                self.compare(batch, step, plan)
-            return step
+            return self.plan(batch)
 
-        monkeypatch.setattr(Batch, "advanced", advanced)
-        groups.plan = checked
+        monkeypatch.setattr(DraftStep, "rows", made)
+        self.groups.plan = checked
 
-    def compare(self, batch: Batch, step: Any, plan: Callable) -> None:
+    def compare(self, batch: Batch, requests: list[Request], real: list[list[int]], start: list[int]) -> None:
         """In every field. Block tables may be wider, by blocks of the request or none."""
-        owner = {one.block_ids[0]: one for one in self.llm.engine.scheduler.running}
-        requests = [owner[first] for first in batch.block_table[:, 0].tolist()]
-        positions = batch.positions.tolist()
-        rows = [
-            QueryRows([token], position, one.block_ids)
-            for token, position, one in zip(batch.input_ids.tolist(), positions, requests, strict=True)
-        ]
-        fresh = build_batch(rows, BLOCK)
-        for field in ("input_ids", "positions", "seq_lens", "slot_block", "slot_offset", "logits_indices"):
-            assert torch.equal(getattr(batch, field), getattr(fresh, field)), field
-        assert batch.max_seq_len == fresh.max_seq_len
-        assert len(batch.spans) == len(fresh.spans)
-        seen = [position // BLOCK + 1 for position in positions]  # blocks that a row may read
-        tables = [(batch.block_table, fresh.block_table, slice(0, len(rows)))]
-        for mine, other in zip(batch.spans, fresh.spans, strict=True):
-            assert mine[:3] == other[:3]
-            assert torch.equal(mine.positions, other.positions)
-            tables.append((mine.block_table, other.block_table, other.requests))
-        for mine, other, part in tables:
-            rows_of = zip(mine.tolist(), other.tolist(), seen[part], requests[part], strict=True)
-            for own, wanted, count, one in rows_of:
-                assert own[:count] == wanted[:count]
-                assert set(own[count:]) <= {ZERO_BLOCK, *one.block_ids}
-        again = plan(fresh)
+        (span,) = batch.spans
+        n = span.query_len
+        assert (span.requests, span.rows) == (slice(0, len(requests)), slice(0, len(requests) * n))
+        for i, (one, ids, first) in enumerate(zip(requests, real, start, strict=True)):
+            rows = slice(i * n, i * n + len(ids))
+            rest = slice(rows.stop, (i + 1) * n)
+            assert set(span.positions[i, len(ids) :].tolist()) <= {PAD}
+            assert set(batch.positions[rest].tolist()) | set(batch.slot_block[rest].tolist()) <= {0}
+            self.padding += n - len(ids)
+            if not ids:
+                assert int(batch.seq_lens[i]) == 0
+                continue
+            fresh = build_batch([QueryRows(ids, first, one.block_ids)], BLOCK)
+            for field in ("input_ids", "positions", "slot_block", "slot_offset"):
+                assert torch.equal(getattr(batch, field)[rows], getattr(fresh, field)), field
+            assert torch.equal(span.positions[i, : len(ids)], fresh.positions)
+            assert int(batch.seq_lens[i]) == int(fresh.seq_lens) <= batch.max_seq_len
+            for table in (batch.block_table[i].tolist(), span.block_table[i].tolist()):
+                seen = fresh.block_table[0].tolist()
+                assert table[: len(seen)] == seen
+                assert set(table[len(seen) :]) <= {ZERO_BLOCK, *one.block_ids}
+        self.compare_metadata(batch, requests, real, start)
+        self.count += 1
+        self.several += len(requests) > 1
+        self.borders += any(first % BLOCK == 0 for first in start)
+
+    def compare_metadata(self, batch: Batch, requests: list[Request], real: list[list[int]], start: list[int]) -> None:
+        """What all layers of a group share, for batches without padding."""
+        (span,) = batch.spans
+        if any(len(ids) < span.query_len for ids in real):
+            return
+        rows = [QueryRows(*row) for row in zip(real, start, (one.block_ids for one in requests), strict=True)]
+        step, again = self.plan(batch), self.plan(build_batch(rows, BLOCK))
         assert step.per_group.keys() == again.per_group.keys()
         for group, metadata in step.per_group.items():
             mine, other = (getattr(m, "everything", None) for m in (metadata, again.per_group[group]))
-            assert (mine is None) == (other is None)
-            assert mine is None or torch.equal(mine.indices, other.indices)
-        self.count += 1
-        self.several += len(rows) > 1
-        self.borders += any(position % BLOCK == 0 for position in positions)
+            if mine is not None:  # lengths are bounds from above, so it may be None where it need not
+                assert other is not None and torch.equal(mine.indices, other.indices)
 
 
 @pytest.mark.parametrize(("name", "proposer"), pairs(["mtp", "eagle3", "draft"]))
-def test_advanced_metadata_equals_fresh_metadata(
+def test_metadata_of_draft_steps_equals_fresh_metadata(
     name: str, proposer: str, folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In every draft step, for requests of different lengths and with different k, over the borders of blocks."""
     llm = engine(folders, name, proposer, 8)
-    llm.engine.runner.verifier = ScriptedVerifier(5)
-    advances = Advances(llm, monkeypatch)
+    llm.engine.runner.step.verifier = RandomVerifier(5)
+    rows = DraftRows(llm, monkeypatch)
     for i, length in enumerate((1, 7, 8, 15, 16, 23)):
         llm.engine.add(request(tokens(length, i), i, count=40, drafts=[8, 5][i % 2]))
     while llm.engine.has_work:
         llm.engine.step()
-    assert advances.count > 30
-    assert advances.borders > 10
-    assert advances.several > 10
+    assert rows.count > 30
+    assert rows.borders > 10
+    assert rows.several > 10
+    assert rows.padding > 10
 
 
 @pytest.mark.parametrize(("name", "proposer"), pairs(CACHED))
@@ -453,7 +441,7 @@ def test_blocks_whose_draft_entries_were_never_written(name: str, proposer: str,
 
 def test_a_fork_without_room_for_a_copy_computes_the_block_again() -> None:
     """No block is free for it when the prompt is matched; the matched one is right after."""
-    needs = ProposerNeeds("fake", next_tokens=1, uses_caches=True, follows_target=True)
+    needs = ProposerNeeds("fake", next_tokens=1, uses_caches=True)
     scheduler = Scheduler(BlockPool(FIRST_BLOCK + 2, 4), 4, 4, True, needs)
 
     def add(prompt: list[int]) -> Request:
@@ -463,24 +451,23 @@ def test_a_fork_without_room_for_a_copy_computes_the_block_again() -> None:
 
     def step() -> StepPlan:
         plan = scheduler.schedule()
-        results = [
-            StepResult([6] if item.samples else [], num_draft_computed=item.start + item.query_len)
-            for item in plan.scheduled
-        ]
-        scheduler.commit(plan, StepOutput(results))
+        assert plan is not None
+        owners = [scheduler.owner(item) for item in plan.items]
+        scheduler.commit(plan, [StepResult([6] if item.samples else []) for item in plan.items])
         scheduler.check()
+        rows.extend(zip(owners, plan.items, strict=True))
         return plan
 
+    rows: list[tuple[Request | None, PlanItem]] = []
     first = add([1, 2, 3, 4, 9])
     while not first.finished:
         step()
-    other = Request("other", [7], SamplingParams(), 0, 4, max_drafts=1)
-    scheduler.add(other)
+    scheduler.add(Request("other", [7], SamplingParams(), 0, 4, max_drafts=1))
     step()
     fork = add([1, 2, 3, 4, 8])
     plan = step()
-    (item,) = [item for item in plan.scheduled if item.request is fork]
-    assert (item.start, item.query_len, plan.block_copies, len(fork.block_ids)) == (0, 3, [], 1)
+    (item,) = [item for owner, item in rows if owner is fork]
+    assert (item.start, item.num_rows, plan.block_copies, len(fork.block_ids)) == (0, 3, [], 1)
 
 
 class Selections:
@@ -518,7 +505,7 @@ def test_rows_select_alone_what_they_select_among_drafts(
 ) -> None:
     """Contexts are far longer than the budget; every position of the text was a row of its own and one of k + 1."""
     selections = Selections(monkeypatch)
-    monkeypatch.setattr(ModelRunner, "_needs_every_row", lambda runner: True)
+    monkeypatch.setattr(Step, "needs_every_row", True)
     job = (tokens(70, 2), SamplingParams(temperature=5.0, logit_bias=LEAN, seed=4, max_tokens=50, ignore_eos=True))
     seen = []
     for way in ("off", proposer):
@@ -575,17 +562,19 @@ class TestStaleResults:
         victim = some[2]
         while not victim.drafts or victim.num_output_tokens < 3:
             core.step()
-        plan = core.scheduler.schedule()
-        assert next(item for item in plan.scheduled if item.request is victim).num_drafts > 0
-        output = core.runner.execute(plan).wait()
-        before = (list(victim.token_ids), victim.epoch, victim.speculation.steps)
+        handle = core._start(ahead=False)
+        assert handle is not None
+        owners = [core.scheduler.owner(item) for item in handle.plan.items]
+        assert handle.plan.items[owners.index(victim)].num_drafts > 0
+        results = handle.wait()
+        before = (list(victim.token_ids), victim.speculation.steps)
         if how == "abort":
             core.abort(victim)
         else:
             assert core.scheduler._preempt_youngest() is victim
-        committed = core.scheduler.commit(plan, output)
+        committed = core.scheduler.commit(handle.plan, results)
         assert victim not in [one for one, _ in committed]
-        assert (victim.token_ids, victim.epoch, victim.speculation.steps) == (before[0], before[1] + 1, before[2])
+        assert (victim.token_ids, victim.speculation.steps) == before
         assert (victim.block_ids, victim.num_computed_tokens, victim.num_draft_computed) == ([], 0, 0)
         assert victim.drafts == [] or victim.finished
         core.scheduler.check()

@@ -22,13 +22,18 @@ from oracles.tiny_heads import with_mtp
 from torch import Tensor
 
 from skipstone import LLM, SamplingParams
+from skipstone.core.batch import PAD, SamplingRows
+from skipstone.core.plan import Admission
 from skipstone.core.request import Request
-from skipstone.core.sampling_rows import SampledRow
+from skipstone.core.sampling_rows import Features, RowFeatures
+from skipstone.core.sequence_table import SequenceTable
 from skipstone.errors import ConfigError
-from skipstone.spec import choose as choose_module
+from skipstone.kernels.ops import load_ops
+from skipstone.kernels.reference.decode import Accepted
+from skipstone.spec import draft_sampler as draft_module
 from skipstone.spec import verify as verify_module
-from skipstone.spec.choose import DraftChooser, DraftSampling
-from skipstone.spec.verify import Rule, Verifier
+from skipstone.spec.draft_sampler import DraftSampler, DraftSampling
+from skipstone.spec.verify import Drafted, Rule, Verifier
 
 UNLIKELY = 1e-4  # seeds are fixed: what passes once passes always
 INFINITY = float("inf")
@@ -57,11 +62,53 @@ def random_logits(*shape: int, seed: int, scale: float = 1.5) -> Tensor:
     return scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def draft(chooser: DraftChooser, logits: Tensor, requests: list[Request]) -> list[list[int]]:
+class SampledRow(NamedTuple):
+    """A token is chosen behind the request's committed ones and `further`."""
+
+    request: Request
+    further: list[int]
+
+    @property
+    def position(self) -> int:
+        return len(self.request.token_ids) + len(self.further)
+
+
+class Placed:
+    """Rows in a sequence table, each in a slot of its own."""
+
+    def __init__(self, rows: list[SampledRow]) -> None:
+        self.positions = torch.tensor([row.position for row in rows])
+        width = int(self.positions.max()) + 1
+        table = SequenceTable(len(rows), width, 1, 0, torch.device("cpu"))
+        table.admit([self._admission(slot, *row) for slot, row in enumerate(rows)])
+        self.slots = torch.arange(len(rows))
+        self.at = table.read(self.slots)
+        each = [Features(one.params, one.banned_token_ids, one.num_prompt_tokens) for one, _ in rows]
+        self.features = RowFeatures(table, self.slots.numpy(), each, width)
+
+    @staticmethod
+    def _admission(slot: int, one: Request, further: list[int]) -> Admission:
+        tokens = one.token_ids + further
+        settings = (one.seed, one.params, one.banned_token_ids, [])
+        return Admission(slot, slot, tokens, one.num_prompt_tokens, 0, one.max_total_tokens, *settings)
+
+    def sampling_rows(self) -> SamplingRows:
+        return self.features.rows(self.at, self.slots, self.positions)
+
+
+def choose(mode: DraftSampling, logits: Tensor, rows: list[SampledRow], probs: Tensor | None = None) -> list[int]:
+    """One draft per row of logits [R, V]; what it was drawn from goes to probs [R, 1, V]."""
+    placed = Placed(rows)
+    committed = torch.tensor([len(row.request.token_ids) for row in rows])
+    sampler = DraftSampler(mode, placed.features, committed, load_ops("reference"), probs)
+    return sampler.sample(logits, placed.at, placed.slots, placed.positions, 0).tolist()
+
+
+def draft(mode: DraftSampling, logits: Tensor, requests: list[Request]) -> list[list[int]]:
     """A run of drafts for every request, logits [k, R, V], each depth knowing the drafts before."""
     drafts: list[list[int]] = [[] for _ in requests]
     for rows in logits:
-        tokens = chooser(rows, [SampledRow(one, list(own)) for one, own in zip(requests, drafts, strict=True)])
+        tokens = choose(mode, rows, [SampledRow(one, list(own)) for one, own in zip(requests, drafts, strict=True)])
         for own, token in zip(drafts, tokens, strict=True):
             own.append(token)
     return drafts
@@ -72,10 +119,31 @@ def verified_rows(requests: list[Request], drafts: list[list[int]]) -> list[Samp
     return [SampledRow(one, own[:j]) for one, own in zip(requests, drafts, strict=True) for j in range(len(own) + 1)]
 
 
+def accept(
+    verifier: Verifier, logits: Tensor, requests: list[Request], drafts: list[list[int]], probs: Tensor | None = None
+) -> Accepted:
+    """What becomes of drafts, logits [L, V] of their rows; probs [R, k, V] is what they were drawn from."""
+    counts = torch.tensor([len(own) for own in drafts])
+    width = int(counts.max()) + 1
+    item = torch.arange(len(drafts)).repeat_interleave(counts + 1)
+    before = torch.cat([torch.arange(len(own) + 1) for own in drafts])
+    tokens = [[one.token_ids[-1], *own, *[PAD] * width][:width] for one, own in zip(requests, drafts, strict=True)]
+    newest = torch.tensor([len(one.token_ids) - 1 for one in requests])
+    drafted = Drafted(
+        token_ids=torch.tensor(tokens),
+        newest=newest,
+        end=newest + 1 + counts,
+        seed=torch.tensor([one.seed for one in requests]),
+        place=None if bool((counts + 1 == width).all()) else (item, before),
+        probs=None if probs is None else probs[:, : width - 1],
+    )
+    rows = Placed(verified_rows(requests, drafts)).sampling_rows()
+    return verifier.verify(logits, rows, drafted, load_ops("reference"))
+
+
 def verify(verifier: Verifier, logits: Tensor, requests: list[Request], drafts: list[list[int]]) -> list[int]:
     """How many drafts are kept, logits [k + 1, R, V]."""
-    rows = verified_rows(requests, drafts)
-    return [run.num_accepted for run in verifier.verify(logits.transpose(0, 1).flatten(0, 1), rows, drafts, None)]
+    return accept(verifier, logits.transpose(0, 1).flatten(0, 1), requests, drafts).num_accepted.tolist()
 
 
 class TestCoupled:
@@ -87,7 +155,7 @@ class TestCoupled:
         k, count = 5, 60
         requests = [a_request(i, i, [3, i % 12, 5][: 1 + i % 3], **SETTINGS[name]) for i in range(count)]
         logits = random_logits(k + 1, count, 12, seed=1)
-        drafts = draft(DraftChooser("coupled"), logits[:k], requests)
+        drafts = draft("coupled", logits[:k], requests)
         assert verify(Verifier(), logits, requests, drafts) == [k] * count
         assert len({tuple(own) for own in drafts}) > count / 2
 
@@ -97,8 +165,7 @@ class TestCoupled:
         k, count = 5, 60
         requests = [a_request(i, i, [3, i % 12, 5], **SETTINGS[name]) for i in range(count)]
         logits = random_logits(k + 1, count, 12, seed=1)
-        chooser = DraftChooser("coupled")
-        blind = [chooser(rows, [SampledRow(one, []) for one in requests]) for rows in logits[:k]]
+        blind = [choose("coupled", rows, [SampledRow(one, []) for one in requests]) for rows in logits[:k]]
         drafts = [list(own) for own in zip(*blind, strict=True)]
         assert min(verify(Verifier(), logits, requests, drafts)) < k
 
@@ -109,7 +176,7 @@ class TestCoupled:
         target = random_logits(vocab, seed=seed, scale=0.5 + seed % 4)
         near = target + random_logits(vocab, seed=seed + 100, scale=[0.3, 1.0, 3.0][seed % 3])
         p, q = target.double().softmax(0), near.double().softmax(0)
-        matches = matching(DraftChooser("coupled"), near, target, count, seed)
+        matches = matching("coupled", near, target, count, seed)
         exact = float((1 / torch.maximum(p[None] / p[:, None], q[None] / q[:, None]).sum(dim=1)).sum())
         distance = float((p - q).abs().sum() / 2)
         bound = (1 - distance) / (1 + distance)
@@ -119,36 +186,36 @@ class TestCoupled:
 
     def test_noise_depends_on_seed_position_and_token_alone(self) -> None:
         """Not on the text, the split into committed tokens and drafts, the name, the batch or the place in it."""
-        chooser, logits = DraftChooser("coupled"), random_logits(40, 12, seed=3, scale=0.7)
+        logits = random_logits(40, 12, seed=3, scale=0.7)
         requests = [a_request(i, 1000 + i, [1, 2, 3, 4]) for i in range(40)]
-        alone = [chooser(logits[i : i + 1], [SampledRow(requests[i], [5])])[0] for i in range(40)]
-        assert chooser(logits, [SampledRow(one, [5]) for one in requests]) == alone
-        assert chooser(logits.flip(0), [SampledRow(one, [5]) for one in requests[::-1]]) == alone[::-1]
+        alone = [choose("coupled", logits[i : i + 1], [SampledRow(requests[i], [5])])[0] for i in range(40)]
+        assert choose("coupled", logits, [SampledRow(one, [5]) for one in requests]) == alone
+        assert choose("coupled", logits.flip(0), [SampledRow(one, [5]) for one in requests[::-1]]) == alone[::-1]
         others = [a_request(99 - i, 1000 + i, [6, 7]) for i in range(40)]
-        assert chooser(logits, [SampledRow(one, [8, 9, 10]) for one in others]) == alone
-        assert chooser(logits, [SampledRow(one, [5]) for one in requests]) == alone, "no state is kept"
-        elsewhere = chooser(logits, [SampledRow(one, [5, 5]) for one in requests])
+        assert choose("coupled", logits, [SampledRow(one, [8, 9, 10]) for one in others]) == alone
+        assert choose("coupled", logits, [SampledRow(one, [5]) for one in requests]) == alone, "no state is kept"
+        elsewhere = choose("coupled", logits, [SampledRow(one, [5, 5]) for one in requests])
         assert elsewhere != alone
         strangers = [a_request(i, 2000 + i, [1, 2, 3, 4]) for i in range(40)]
-        assert chooser(logits, [SampledRow(one, [5]) for one in strangers]) != alone
+        assert choose("coupled", logits, [SampledRow(one, [5]) for one in strangers]) != alone
 
     def test_a_token_keeps_its_noise_when_others_are_forbidden(self) -> None:
         """In a smaller vocabulary as well: the choice stays while it is there."""
         logits = random_logits(12, seed=4, scale=0.5).expand(200, 12)
         free = [a_request(i, i, [1]) for i in range(200)]
-        chosen = DraftChooser("coupled")(logits, [SampledRow(one, []) for one in free])
-        few = DraftChooser("coupled")(logits[:, :8], [SampledRow(one, []) for one in free])
+        chosen = choose("coupled", logits, [SampledRow(one, []) for one in free])
+        few = choose("coupled", logits[:, :8], [SampledRow(one, []) for one in free])
         assert all(b == a for a, b in zip(chosen, few, strict=True) if a < 8)
         bans = [{t: -INFINITY for t in range(12) if t != token and (t + i) % 2} for i, token in enumerate(chosen)]
         banned = [a_request(i, i, [1], logit_bias=ban) for i, ban in enumerate(bans)]
-        assert DraftChooser("coupled")(logits, [SampledRow(one, []) for one in banned]) == chosen
+        assert choose("coupled", logits, [SampledRow(one, []) for one in banned]) == chosen
         assert len(set(chosen)) == 12
 
 
-def matching(chooser: DraftChooser, logits: Tensor, target: Tensor, count: int, first: int, **settings: Any) -> int:
+def matching(mode: DraftSampling, logits: Tensor, target: Tensor, count: int, first: int, **settings: Any) -> int:
     """Over `count` seeds: how often a draft from `logits` [V] is the sample from `target` [V]."""
     requests = [a_request(i, first * 10**6 + i, [0], **settings) for i in range(count)]
-    drafts = draft(chooser, logits.expand(1, count, -1), requests)
+    drafts = draft(mode, logits.expand(1, count, -1), requests)
     return sum(verify(Verifier(), target.expand(2, count, -1), requests, drafts))
 
 
@@ -169,10 +236,10 @@ def test_greedy_and_independent_drafts_have_their_own_chances(settings: dict[str
     law = torch.zeros_like(law).index_copy(0, ranked.indices[:kept], ranked.values[:kept])
     law /= law.sum()
     for mode, chance in (("greedy", float(law.max())), ("independent", float((law**2).sum()))):
-        matches = matching(DraftChooser(mode), logits, logits, count, 7, **settings)
+        matches = matching(mode, logits, logits, count, 7, **settings)
         assert matches / count == pytest.approx(chance, abs=deviations(chance, count)), mode
         assert chance < 0.97
-    assert matching(DraftChooser("coupled"), logits, logits, count, 7, **settings) == count
+    assert matching("coupled", logits, logits, count, 7, **settings) == count
 
 
 def test_greedy_drafts_are_the_favourite_of_the_processed_logits() -> None:
@@ -182,9 +249,9 @@ def test_greedy_drafts_are_the_favourite_of_the_processed_logits() -> None:
     penalised = a_request(1, 1, [1], presence_penalty=1.0, temperature=9.0)
     ended = a_request(2, 2, [1], min_tokens=2, stop_token_ids=[0], ignore_eos=True, temperature=9.0)
     rows = [SampledRow(biased, []), SampledRow(penalised, [0]), SampledRow(ended, [3])]
-    assert DraftChooser("greedy")(logits, rows) == [1, 1, 1]
+    assert choose("greedy", logits, rows) == [1, 1, 1]
     rows = [SampledRow(biased, []), SampledRow(penalised, []), SampledRow(ended, [3, 3])]
-    assert DraftChooser("greedy")(logits, rows) == [1, 0, 0]
+    assert choose("greedy", logits, rows) == [1, 0, 0]
 
 
 def test_independent_drafts_follow_their_law_and_say_nothing_about_the_sample() -> None:
@@ -192,12 +259,12 @@ def test_independent_drafts_follow_their_law_and_say_nothing_about_the_sample() 
     count, logits = 9000, random_logits(4, seed=6, scale=0.8)
     requests = [a_request(i, i, [0]) for i in range(count)]
     rows = [SampledRow(one, []) for one in requests]
-    drafts = DraftChooser("independent")(logits.expand(count, 4), rows)
-    samples = [run.token_ids[0] for run in Verifier().verify(logits.expand(count, 4), rows, [[]] * count, None)]
+    drafts = choose("independent", logits.expand(count, 4), rows)
+    samples = accept(Verifier(), logits.expand(count, 4), requests, [[]] * count).emitted[:, 0].tolist()
     cells = torch.bincount(torch.tensor(drafts) * 4 + torch.tensor(samples), minlength=16)
     law = logits.double().softmax(0)
     assert chi_square(cells, (law[:, None] * law[None]).flatten()) > UNLIKELY
-    coupled = DraftChooser("coupled")(logits.expand(count, 4), rows)
+    coupled = choose("coupled", logits.expand(count, 4), rows)
     cells = torch.bincount(torch.tensor(coupled) * 4 + torch.tensor(samples), minlength=16)
     assert chi_square(cells, (law[:, None] * law[None]).flatten()) < 1e-9
 
@@ -208,7 +275,7 @@ def test_independent_drafts_of_one_position_differ_from_step_to_step() -> None:
     early = [SampledRow(a_request(i, i, [1, 2]), [3]) for i in range(60)]
     late = [SampledRow(a_request(i, i, [1, 2, 3]), []) for i in range(60)]
     for mode, most in (("coupled", 60), ("independent", 20)):
-        first, second = (DraftChooser(mode)(logits, rows) for rows in (early, late))
+        first, second = (choose(mode, logits, rows) for rows in (early, late))
         same = sum(a == b for a, b in zip(first, second, strict=True))
         assert same <= most
         assert (same == 60) == (mode == "coupled")
@@ -223,35 +290,35 @@ class Game(NamedTuple):
 
     def play(self, rule: Rule, mode: DraftSampling, k: int, count: int, length: int) -> tuple[Tensor, float]:
         """Counts of all texts of `length` tokens over `count` seeds, and the acceptance length; as the engine does."""
-        verifier, chooser = Verifier(rule), DraftChooser(mode, keep_laws=True)
+        verifier, vocab = Verifier(rule), len(self.target)
         requests = [a_request(i, i, [0], **self.settings) for i in range(count)]
-        active, drafts = list(requests), [[] for _ in requests]
+        active, drafts, probs = list(requests), [[] for _ in requests], torch.zeros(count, k, vocab)
         steps = accepted = 0
         while active:
-            rows = [
-                SampledRow(one, own[:j]) for one, own in zip(active, drafts, strict=True) for j in range(len(own) + 1)
-            ]
+            rows = verified_rows(active, drafts)
             logits = self.target[[[*row.request.token_ids, *row.further][-1] for row in rows]]
-            laws = [chooser.take(one, len(own)) for one, own in zip(active, drafts, strict=True)]
-            runs = verifier.verify(logits, rows, drafts, laws)
+            result = accept(verifier, logits, active, drafts, probs)
+            kept = result.num_accepted.tolist()
+            runs = [own[: n + 1] for own, n in zip(result.emitted.tolist(), kept, strict=True)]
             steps += sum(bool(own) for own in drafts)
-            accepted += sum(run.num_accepted for run in runs)
+            accepted += sum(kept)
             # Drafts are made before the run is committed, and not all of them are verified.
             wanted = [0 if len(one.token_ids) > length else k for one in active]
-            drafts = [[] for _ in active]
+            drafts, probs = [[] for _ in active], torch.zeros(len(active), k, vocab)
             for depth in range(k):
                 chosen = [i for i in range(len(active)) if wanted[i] > depth]
-                some = [SampledRow(active[i], runs[i].token_ids + drafts[i]) for i in chosen]
+                some = [SampledRow(active[i], runs[i] + drafts[i]) for i in chosen]
                 if some:
-                    found = chooser(self.drafter[[row.further[-1] for row in some]], some)
+                    law = torch.zeros(len(some), 1, vocab)
+                    found = choose(mode, self.drafter[[row.further[-1] for row in some]], some, law)
+                    probs[chosen, depth] = law[:, 0]
                     for i, token in zip(chosen, found, strict=True):
                         drafts[i].append(token)
             for i, (one, run) in enumerate(zip(active, runs, strict=True)):
-                one.token_ids += run.token_ids
+                one.token_ids += run
                 del drafts[i][k - (one.seed + len(one.token_ids)) % 2 :]
             going = [i for i, one in enumerate(active) if len(one.token_ids) <= length]
-            active, drafts = [active[i] for i in going], [drafts[i] for i in going]
-        vocab = len(self.target)
+            active, drafts, probs = [active[i] for i in going], [drafts[i] for i in going], probs[going]
         codes = torch.tensor([one.token_ids[1 : 1 + length] for one in requests])
         weights = vocab ** torch.arange(length - 1, -1, -1)
         return torch.bincount((codes * weights).sum(dim=1), minlength=vocab**length), 1 + accepted / steps
@@ -320,7 +387,7 @@ def test_texts_follow_the_targets_law_closely(rule: Rule, mode: DraftSampling, n
 
 def test_numbers_that_block_verification_has_seen_may_not_be_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawn anew for the same positions they spoil the law, and the comparison notices."""
-    for module in (choose_module, verify_module):
+    for module in (draft_module, verify_module):
         monkeypatch.setattr(module, "fresh_seeds", lambda seeds, rows: seeds)
     one = GAMES["far"]
     assert chi_square(one.play("block", "greedy", 3, 3000, 4)[0], one.exact(4)) < 1e-9
@@ -453,11 +520,22 @@ class TestEngines:
         assert rates["coupled"] == 1.0
         assert rates["independent"] < rates["greedy"] < 0.9
 
+    @pytest.mark.parametrize("rule", ["rejection", "block"])
+    def test_equal_laws_never_lose_a_draft(self, rule: Rule, folder: Callable[[int, int], Path]) -> None:
+        """The rules are given what drafts were drawn from; as sure ones, many of them would be lost."""
+        spec = f"draft:{folder(5, 0)}:3"
+        llm = load(folder(5, 0), spec, verification=rule, max_num_seqs=1024, num_blocks=1000)
+        crowd(llm, 60, 12)
+        stats = llm.engine.scheduler.stats.speculation
+        assert stats.accepted / stats.drafted > 0.99
+
     def test_greedy_requests_are_greedy_under_every_rule(self, folder: Callable[[int, int], Path]) -> None:
         (expected,) = {tuple(one.output_token_ids) for one in crowd(start(folder, "off"), 3, 12, temperature=0.0)}
         for rule, way in itertools.product(("rejection", "block"), WAYS):
             llm = start(folder, way, verification=rule)
-            assert {tuple(one.output_token_ids) for one in crowd(llm, 3, 12, temperature=0.0)} == {expected}
+            found = crowd(llm, 3, 12, temperature=0.0, logprobs=1)
+            assert {tuple(one.output_token_ids) for one in found} == {expected}
+            assert all([entry.token_id for entry in one.logprobs] == one.output_token_ids for one in found)
             assert llm.engine.scheduler.stats.speculation.drafted > 0
 
 

@@ -1,4 +1,4 @@
-"""On a GPU: rows have the same bits alone, in any batch and with any drafts; graphs write what the plain loop writes.
+"""On a GPU: rows have the same bits alone, in any batch and with any drafts; neither graphs nor overlap change a text.
 
 Skipped where there is no GPU. The first run compiles every kernel, so several processes at once save time:
 
@@ -104,15 +104,14 @@ def written(llm: LLM) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("model", ["demo", "demo-dsa", "demo-dsa fp8"])
-def test_graphs_and_overlap_write_the_plain_loops_texts(model: str) -> None:
+def test_graphs_and_overlap_write_the_same_texts(model: str) -> None:
     expected = written(engine(model, "off", cuda_graphs=False, overlap=False))
     heads = ["mtp:1", "mtp:3", "mtp:5", "ngram:4", *(["eagle3:3", "dflash:7"] if model == "demo" else [])]
     for spec in ["off", *heads]:
         llm = engine(model, spec)
         assert written(llm) == expected, spec
-        loop = llm.engine.runner.device_loop
-        if spec == "off" or spec.startswith(("mtp", "eagle3")):
-            assert loop is not None and loop.replays > TOKENS // 8, spec
+        graphs = not spec.startswith("ngram")  # prompt lookup's work cannot be captured
+        assert (llm.engine.runner.graphs is not None and llm.engine.runner.graphs.replays > TOKENS // 8) == graphs, spec
     assert written(engine(model, "mtp:3", overlap=False)) == expected
 
 

@@ -21,7 +21,7 @@ DATA = (*BASE, "core", "outputs")
 ALLOWED: dict[str, tuple[str, ...]] = {
     "errors": (),
     "config": ("errors", "spec_config"),
-    "spec_config": ("errors",),
+    "spec_config": ("errors", "registry"),
     "registry": ("errors",),
     "core": BASE,
     "outputs": (*BASE, "core"),
@@ -46,7 +46,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "tools.doctor_report": (*DATA, "kernels", "attention.msa_aiter", "runtime"),
     "tools.decode_floor": (*DATA, "kernels.ops", "layers.feed_forward", "runtime"),
-    "tools.heads": (*DATA, "kernels.dispatch", "models", "runtime", "spec.draft_model"),
+    "tools.heads": (*DATA, "kernels.dispatch", "models", "runtime"),
     "tools": (
         *DATA,
         "kernels.dispatch",
@@ -55,6 +55,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "models.loader",
         "models.locate",
         "models.stored",
+        "spec.ngram",
+        "spec.proposer",
         "llm",
         "session",
         "serve",

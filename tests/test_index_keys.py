@@ -13,7 +13,6 @@ from oracles import fp8
 from oracles.kernels import Kernel, Requests
 from oracles.selection import choose
 from oracles.tiny import dsa_config
-from test_device_loop import on_device
 from torch import Tensor
 
 from skipstone import LLM, SamplingParams
@@ -236,16 +235,16 @@ def test_refused_without_index_keys_of_tokens(ask: Callable[[Path], object], fol
 
 
 @pytest.mark.parametrize("spec", ["off", "mtp:3"])
-def test_steps_that_stay_on_the_device(spec: str, folder: Folder) -> None:
-    """They choose among FP8 keys as the plain loop does; its text without drafts is the oracle."""
+def test_steps_that_start_early(spec: str, folder: Folder) -> None:
+    """They choose among FP8 keys as others do; the text without drafts is the oracle."""
     rng = random.Random(3)
     prompts = [[rng.randrange(120) for _ in range(length)] for length in (3, 40, 65, 17)]
     params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=40, ignore_eos=True) for i in range(4)]
     texts = []
-    for loop in (False, True):
-        llm = LLM(str(folder("dsa")), index_keys="fp8", spec=spec if loop else "off", max_num_seqs=4, max_model_len=256)
-        if loop:
-            on_device(llm, overlap=True)
+    for early in (False, True):
+        own = spec if early else "off"
+        llm = LLM(str(folder("dsa")), index_keys="fp8", spec=own, max_num_seqs=4, max_model_len=256)
+        llm.engine.overlap = early
         texts.append([out.outputs[0].token_ids for out in llm.generate(prompts, params, progress=False)])
     assert texts[0] == texts[1]
 

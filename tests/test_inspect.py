@@ -179,7 +179,7 @@ def test_files_beside_the_weights(copy: Callable[[str], Path]) -> None:
         ("tokenizer_config.json", "[1", "tokenizer_config.json"),
         ("generation_config.json", "[]", "generation_config.json must hold a JSON object"),
         ("generation_config.json", '{"temperature": "hot"}', "temperature=hot (from generation_config.json)"),
-        ("generation_config.json", '{"temperature": -5}', "generation_config.json: temperature=-5"),
+        ("generation_config.json", '{"temperature": -5}', "temperature=-5 (from generation_config.json)"),
         ("generation_config.json", '{"eos_token_id": "x"}', "eos_token_id='x' is not an id"),
     ],
 )

@@ -14,10 +14,10 @@ from oracles.tiny import VOCAB, engine_options
 
 from skipstone import LLM, SamplingParams
 from skipstone.core.observer import EmittedRun, Observer
-from skipstone.core.plan import ScheduledRequest, StepPlan
-from skipstone.core.request import Request
-from skipstone.runtime.batch_builder import build_rows
-from skipstone.runtime.runner import ModelRunner
+from skipstone.core.plan import Admission, PlanItem
+from skipstone.core.sequence_table import SequenceTable
+from skipstone.runtime.layout import Layout, make_layout
+from skipstone.runtime.step import Step
 
 LENGTHS = (1, 9, 40, 150)
 
@@ -65,7 +65,7 @@ def test_no_bit_depends_on_it(
     found = answers(llm)
     assert counts["computed"] < counts["rows"] / 2
     asked = answers(llm, prompt_logprobs=2)
-    monkeypatch.setattr(ModelRunner, "_needs_every_row", lambda self: True)
+    monkeypatch.setattr(Step, "needs_every_row", True)
     before = counts.copy()
     assert answers(llm) == found
     assert counts["computed"] - before["computed"] == counts["rows"] - before["rows"]
@@ -84,7 +84,7 @@ def test_proposers_are_fed(proposer: str, tmp_path: Path, monkeypatch: pytest.Mo
     reads_last = proposer == "mtp" or llm.engine.model.config.num_layers in llm.engine.runner.proposer.needs.taps
     assert (counts["computed"] == counts["rows"]) == reads_last
     assert found.drafted > 0
-    monkeypatch.setattr(ModelRunner, "_needs_every_row", lambda self: True)
+    monkeypatch.setattr(Step, "needs_every_row", True)
     again = run(llm, jobs)
     assert (again.results, again.drafted, again.accepted) == (found.results, found.drafted, found.accepted)
 
@@ -102,45 +102,43 @@ class Watcher(Observer):
         assert runs
 
 
-def request(length: int, prompt_logprobs: int | None = None) -> Request:
-    """A prompt of `length` tokens in blocks of its own."""
-    params = SamplingParams(max_tokens=4, prompt_logprobs=prompt_logprobs)
-    made = Request(f"r{length}", list(range(length)), params, 0, length + 4, num_prompt_tokens=length)
-    made.block_ids = list(range(2, 2 + -(-length // 8)))
-    return made
-
-
-def test_kept_rows_are_a_batch_of_their_own() -> None:
-    """A whole prompt, a chunk that yields nothing, and a decoding row among them."""
-    items = [
-        ScheduledRequest(request(20), 0, 19, 1, 0),
-        ScheduledRequest(request(30), 0, 0, 30, 0),
-        ScheduledRequest(request(50), 0, 8, 30, 0),
+def layout(*items: tuple[int, int, bool], every_row: bool = False, asked: tuple[int, int] = (0, 0)) -> Layout:
+    """The layout of requests with (start, rows, whether they sample) each; `asked`: prompt rows of all of them."""
+    table = SequenceTable(len(items), 64, 8, 0, torch.device("cpu"))
+    made = [
+        PlanItem(slot, slot, start, rows, 0, samples, 0, False, asked)
+        for slot, (start, rows, samples) in enumerate(items)
     ]
-    step = build_rows(StepPlan(items), 8, every_row=False)
-    assert step.kept is not None
-    assert step.kept.rows.tolist() == step.batch.logits_indices.tolist() == [0, 30]
-    kept = step.kept.batch
-    assert kept.logits_indices.tolist() == [0, 1]
-    for name in ("input_ids", "positions", "slot_block", "slot_offset"):
-        assert torch.equal(getattr(kept, name), getattr(step.batch, name)[step.kept.rows]), name
-    assert kept.seq_lens.tolist() == [20, 30]
-    assert build_rows(StepPlan(items), 8).kept is None
+    params = SamplingParams()
+    table.admit([Admission(i.slot, i.slot, [7] * 60, 60, i.start, 64, 0, params, [], []) for i in made])
+    return make_layout(made, table, every_row)
+
+
+def test_kept_rows_are_a_layout_of_their_own() -> None:
+    """A decoding row, a whole prompt, and a chunk that yields nothing among them."""
+    items = ((19, 1, True), (0, 30, True), (8, 30, False))
+    found = layout(*items)
+    assert found.kept is not None and found.logit_rows is not None
+    assert found.kept.rows.tolist() == found.first_rows.tolist() == [0, 30]
+    assert (found.kept.items.tolist(), found.kept.counts.tolist()) == ([0, 1], [1, 1])
+    assert found.logit_rows.tolist() == [0, 1]  # of those that are kept
+    whole = layout(*items, every_row=True)
+    assert whole.kept is None and whole.logit_rows is not None
+    assert whole.logit_rows.tolist() == [0, 30]
 
 
 def test_a_step_without_logits_keeps_one_row() -> None:
-    step = build_rows(StepPlan([ScheduledRequest(request(50), 0, 0, 30, 0)]), 8, every_row=False)
-    assert step.kept is not None
-    assert step.kept.rows.tolist() == [29]
-    assert step.kept.batch.logits_indices.tolist() == []
+    found = layout((0, 30, False))
+    assert found.kept is not None and found.logit_rows is not None
+    assert found.kept.rows.tolist() == [29]
+    assert found.logit_rows.tolist() == []
 
 
-@pytest.mark.parametrize("asked", [None, 1])
-def test_nothing_is_left_out_where_most_rows_are_wanted(asked: int | None) -> None:
+@pytest.mark.parametrize("asked", [False, True])
+def test_nothing_is_left_out_where_most_rows_are_wanted(asked: bool) -> None:
     """Steps that decode, and prompts whose log-probabilities are asked for."""
-    length = 1 if asked is None else 30
-    step = build_rows(StepPlan([ScheduledRequest(request(30, asked), 0, 30 - length, length, 0)]), 8, every_row=False)
-    assert step.kept is None
+    found = layout((0, 30, True), asked=(0, 29)) if asked else layout((29, 1, True))
+    assert found.kept is None
 
 
 def test_an_observer_that_wants_runs_sees_every_row(folder: Callable[[str], Path]) -> None:

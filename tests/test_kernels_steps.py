@@ -43,9 +43,35 @@ def test_rows(n: int) -> None:
             assert int(got.positions[row]) == place and int(got.slot_offset[row]) == place % SIZE
             assert int(got.slot_block[row]) == (block if real and block != ZERO_BLOCK else SPARE_BLOCK)
             seen.append(position if real else PAD)
-        assert got.seen[request].tolist() == seen
+        assert got.seen[request * n :][:n].tolist() == seen
         assert int(got.seq_lens[request]) == max(seen) + 1
     assert all(map(same_bits, got, reference.decode_rows(token_ids, start, limit, table, SIZE)))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_of_any_lengths(seed: int) -> None:
+    rng = random.Random(seed)
+    _, start, limit, table = requests(3)
+    counts = [rng.choice([1, 2, 4, 30]) for _ in start]
+    tokens = torch.tensor([[rng.randrange(PAD, 900) for _ in range(128)] for _ in range(12)], dtype=torch.int32)
+    slots = torch.tensor(rng.sample(range(12), len(start)))
+    end = torch.minimum(limit, start + torch.tensor(counts))
+    item = torch.tensor([i for i, count in enumerate(counts) for _ in range(count)])
+    offset = torch.tensor([j for count in counts for j in range(count)])
+    got = Kernel("step_rows")(tokens, slots, start, end, table, item, offset, SIZE)
+    for row, (i, j) in enumerate(zip(item.tolist(), offset.tolist(), strict=True)):
+        position = int(start[i]) + j
+        real = int(start[i]) >= 0 and position < int(end[i])
+        place = position if real else 0
+        block = int(table[i, place // SIZE])
+        token = max(int(tokens[slots[i], place]), 0) if real else 0
+        assert int(got.input_ids[row]) == token and int(got.positions[row]) == place
+        assert int(got.seen[row]) == (position if real else PAD) and int(got.slot_offset[row]) == place % SIZE
+        assert int(got.slot_block[row]) == (block if real and block != ZERO_BLOCK else SPARE_BLOCK)
+    for i in range(len(start)):
+        assert int(got.seq_lens[i]) == (int(end[i]) if int(start[i]) >= 0 else 0)
+    args = (tokens, slots, start, end, table, item, offset, SIZE)
+    assert all(map(same_bits, got, reference.step_rows(*args)))
 
 
 @pytest.mark.parametrize("rates", [None, [0.5], [1.0, 0.0, 0.9], [0.3, 0.6, 0.9, 0.1, 0.2, 0.3, 0.4, 0.5]])

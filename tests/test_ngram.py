@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import gc
 import random
-import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import ngram
 
-from skipstone.core.request import Request, SamplingParams
-from skipstone.spec.ngram import Lookup, NgramProposer
-from skipstone.spec.proposer import DraftRequest, DraftStep
+from skipstone.core.batch import PAD
+from skipstone.core.plan import Admission
+from skipstone.core.request import SamplingParams
+from skipstone.core.sequence_table import SequenceTable
+from skipstone.spec.ngram import NgramProposer, find_drafts
 
 EXAMPLES: list[tuple[list[int], int, int, int, list[int]]] = [  # token_ids, k, min_match, max_match, expected
     ([], 3, 1, 3, []),
@@ -44,12 +46,16 @@ EXAMPLES: list[tuple[list[int], int, int, int, list[int]]] = [  # token_ids, k, 
 
 
 def looked_up(token_ids: list[int], k: int, min_match: int, max_match: int) -> list[int]:
-    """The drafts for a text that grew token by token, compared with those of a search in one pass at every length."""
-    lookup = Lookup(min_match, max_match)
-    for length, token in enumerate(token_ids, start=1):
-        lookup.extend([token])
-        assert lookup.drafts(k) == ngram.search_drafts(token_ids[:length], k, min_match, max_match)
-    return lookup.drafts(k)
+    """The drafts for every beginning of a text, all in one call, compared with those of a search in one pass."""
+    if not token_ids:
+        return []
+    lengths = torch.arange(1, len(token_ids) + 1)
+    tokens = torch.tensor([[*token_ids, *token_ids[:3], 1]] * len(token_ids), dtype=torch.int32)  # the end is stale
+    rows = find_drafts(tokens, lengths, k, min_match, max_match).tolist()
+    found = [[token for token in row if token != PAD] for row in rows]
+    for length, drafts in zip(lengths.tolist(), found, strict=True):
+        assert drafts == ngram.search_drafts(token_ids[:length], k, min_match, max_match)
+    return found[-1]
 
 
 @pytest.mark.parametrize(("token_ids", "k", "min_match", "max_match", "expected"), EXAMPLES)
@@ -89,54 +95,28 @@ def test_long_texts(letters: int) -> None:
         token_ids = [rng.randrange(letters) for _ in range(800)]
         token_ids += token_ids[300 : 300 + rng.randrange(40)]
         for min_match, max_match in ((1, 4), (3, 5), (5, 5), (2, 100)):
-            lookup = Lookup(min_match, max_match)
-            lookup.extend(token_ids[:500])
-            lookup.extend(token_ids[500:])
             expected = ngram.find_drafts(token_ids, 7, min_match, max_match)
-            assert lookup.drafts(7) == expected
+            tokens = torch.tensor([token_ids], dtype=torch.int32)
+            found = find_drafts(tokens, torch.tensor([len(token_ids)]), 7, min_match, max_match)[0].tolist()
+            assert found == expected + [PAD] * (7 - len(expected))
 
 
-@pytest.mark.parametrize("period", [1, 50, 100_000])
-def test_a_step_costs_the_same_in_a_long_text(period: int) -> None:
-    """A pass over 100,000 tokens takes 20 ms."""
-    lookup = Lookup(2, 5)
-    lookup.extend([place % period for place in range(100_000)])
-    begin = time.perf_counter()
-    for place in range(1000):
-        lookup.extend([place % period])
-        lookup.drafts(4)
-    assert time.perf_counter() - begin < 0.1
-
-
-def test_a_text_without_repetition_takes_one_node_a_token() -> None:
-    lookup = Lookup(2, 64)
-    lookup.extend(list(range(4000)))
-    assert len(lookup._ends) == 4001
-
-
-def test_the_text_is_left_alone() -> None:
-    token_ids = [1, 2, 3, 1, 2]
-    lookup = Lookup(1, 3)
-    lookup.extend(token_ids)
-    drafts = lookup.drafts(3)
-    drafts.append(9)
-    assert token_ids == [1, 2, 3, 1, 2]
-    assert lookup.drafts(3) == [3, 1, 2]
-
-
-def draft_request(request: Request, emitted: list[int], wanted: int, start: int = 0, rows: int = 1) -> DraftRequest:
-    return DraftRequest(request, slice(0, rows), start, emitted, wanted)
-
-
-def propose(proposer: NgramProposer, draft: DraftRequest) -> list[int]:
-    return proposer.propose(DraftStep(Any, Any, [draft], Any))[0].token_ids  # type: ignore[arg-type]
-
-
-def drafts_of(prompt: list[int], output: list[int], prediction: list[int], wanted: int = 3) -> list[int]:
-    """What the proposer drafts for one request; the last output token is this step's."""
-    request = Request("r", prompt + output[:-1], SamplingParams(), 0, 100, num_prompt_tokens=len(prompt))
-    request.prediction = prediction
-    return propose(NgramProposer(2, 5), draft_request(request, output[-1:], wanted))
+def drafts_of(
+    requests: list[tuple[list[int], list[int], list[int]]], wanted: int, least: int = 2, most: int = 5
+) -> list[list[int]]:
+    """What the proposer drafts for requests of (prompt, output, prediction) that run together."""
+    table = SequenceTable(len(requests), 64, 1, wanted, torch.device("cpu"))
+    for slot, (prompt, output, prediction) in enumerate(requests):
+        params = (len(prompt), 0, 60, 0, SamplingParams(), [], prediction)
+        table.admit([Admission(slot, slot, prompt + output, *params)])
+    slots = torch.arange(len(requests))
+    newest = torch.tensor([len(prompt) + len(output) - 1 for prompt, output, _ in requests])
+    step: Any = SimpleNamespace(
+        k=wanted, table=table, newest=newest, draft_slots=slots, draft_at=table.read(slots), max_seq_len=62
+    )
+    rows = NgramProposer(least, most).propose(step)
+    assert rows is not None
+    return [[token for token in row if token != PAD] for row in rows.tolist()]
 
 
 PREDICTIONS = {
@@ -152,46 +132,34 @@ PREDICTIONS = {
 @pytest.mark.parametrize("name", PREDICTIONS)
 def test_predictions(name: str) -> None:
     prompt, output, prediction, expected = PREDICTIONS[name]
-    assert drafts_of(prompt, output, prediction) == expected
+    assert drafts_of([(prompt, output, prediction)], 3) == [expected]
+
+
+def test_predictions_of_requests_side_by_side() -> None:
+    """Of different lengths, with one request among them that predicts nothing."""
+    some = [(prompt, output, prediction) for prompt, output, prediction, _ in PREDICTIONS.values()]
+    found = drafts_of([*some, ([5, 6, 7, 5, 6], [], [])], 3)
+    assert found == [*(expected for *_, expected in PREDICTIONS.values()), [7, 5, 6]]
 
 
 TOKENS = st.lists(st.integers(0, 2), max_size=8)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True, database=None)
-@given(prompt=st.lists(st.integers(0, 2), min_size=1, max_size=8), runs=st.lists(TOKENS, max_size=8), prediction=TOKENS)
-def test_a_request_that_grows_gets_the_drafts_of_its_whole_text(
-    prompt: list[int], runs: list[list[int]], prediction: list[int]
-) -> None:
-    """Also when steps in between ask for none, and when the prompt comes in chunks."""
-    proposer, request = NgramProposer(1, 4), Request("r", list(prompt), SamplingParams(), 0, 100)
-    request.prediction = prediction
-    for start in range(0, len(prompt) - 1, 3):
-        assert propose(proposer, draft_request(request, [], 0, start, min(3, len(prompt) - 1 - start))) == []
-    for emitted in filter(None, runs):
-        wanted, tokens = len(emitted) % 4, request.token_ids + emitted
-        output = tokens[len(prompt) :]
-        expected = ngram.search_drafts([*prediction, -1, *tokens] if prediction else tokens, wanted, 1, 4)
-        if -1 in expected:
-            expected = expected[: expected.index(-1)]
-        if prediction and output == prediction[: len(output)]:
-            expected = prediction[len(output) :][:wanted]
-        assert propose(proposer, draft_request(request, emitted, wanted, len(request.token_ids) - 1)) == expected
-        request.token_ids += emitted
+@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@given(prompt=st.lists(st.integers(0, 2), min_size=1, max_size=8), output=TOKENS, prediction=TOKENS)
+def test_any_prediction(prompt: list[int], output: list[int], prediction: list[int]) -> None:
+    tokens = prompt + output
+    expected = ngram.search_drafts([*prediction, PAD, *tokens] if prediction else tokens, 3, 1, 4)
+    if PAD in expected:
+        expected = expected[: expected.index(PAD)]
+    if prediction and output == prediction[: len(output)]:
+        expected = prediction[len(output) :][:3]
+    assert drafts_of([(prompt, output, prediction)], 3, 1, 4) == [expected]
 
 
-def test_only_a_chunk_that_was_read_is_taken_in() -> None:
-    """The rest of a long prompt is for later steps."""
-    proposer, request = NgramProposer(2, 5), Request("r", list(range(90)), SamplingParams(), 0, 100)
-    for start in range(0, 90, 30):
-        propose(proposer, draft_request(request, [], 0, start, 30))
-        assert len(proposer._lookups[request]) == start + 30
-
-
-def test_what_was_kept_of_a_request_goes_with_it() -> None:
-    proposer, request = NgramProposer(2, 5), Request("r", [1, 2, 1], SamplingParams(), 0, 100)
-    assert propose(proposer, draft_request(request, [2], 3)) == [1, 2]
-    assert len(proposer._lookups) == 1
-    del request
-    gc.collect()
-    assert len(proposer._lookups) == 0
+def test_a_slot_forgets_its_last_prediction() -> None:
+    table = SequenceTable(1, 20, 1, 3, torch.device("cpu"))
+    for prediction in ([1, 2, 3, 4], [], [5]):
+        table.admit([Admission(0, 0, [7], 1, 0, 20, 0, SamplingParams(), [], prediction)])
+        assert table.predictions is not None
+        assert table.predictions[0].tolist() == prediction + [PAD] * (4 - len(prediction))

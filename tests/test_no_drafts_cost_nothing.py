@@ -13,17 +13,18 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from oracles.host_batch import QueryRows, build_batch
 from oracles.speculation import LEAN, WAYS, Folders, Job, load, run, tokens, watch
 from torch import Tensor
 
 from skipstone import LLM, SamplingParams
 from skipstone.attention.backend import AttentionGroups
-from skipstone.core.batch import FIRST_BLOCK, Batch
+from skipstone.core.batch import FIRST_BLOCK, Batch, SamplingRows
 from skipstone.core.kv_cache import CacheMemory, KVCache
 from skipstone.core.request import Request
-from skipstone.core.rows import QueryRows, build_batch
-from skipstone.core.sampling_rows import SampledRow
-from skipstone.spec.verify import Run, Verifier
+from skipstone.kernels.ops import Ops
+from skipstone.kernels.reference.decode import Accepted
+from skipstone.spec.verify import Drafted, Verifier
 
 TARGETS = ["m3", "dsa"]
 CACHED = ["mtp", "mtp3", "eagle3", "dflash", "draft"]
@@ -46,18 +47,23 @@ class Calls(NamedTuple):
     """What the target was asked to run: rows, requests, rows with logits, tokens and positions of every step."""
 
     steps: list[tuple]
+    logits: list[int]
 
     @classmethod
     def of(cls, llm: LLM) -> Calls:
-        calls, model = cls([]), llm.engine.model
-        forward = model.forward
+        calls, model = cls([], []), llm.engine.model
+        forward, compact_logits = model.forward, model.compact_logits
 
         def counted(batch: Batch, *rest: Any) -> Any:
-            shape = (len(batch.input_ids), len(batch.seq_lens), len(batch.logits_indices), batch.max_seq_len)
+            shape = (len(batch.input_ids), len(batch.seq_lens), batch.max_seq_len)
             calls.steps.append((*shape, tuple(batch.input_ids.tolist()), tuple(batch.positions.tolist())))
             return forward(batch, *rest)
 
-        model.forward = counted
+        def counted_logits(states: Tensor) -> Tensor:
+            calls.logits.append(len(states))
+            return compact_logits(states)
+
+        model.forward, model.compact_logits = counted, counted_logits
         return calls
 
 
@@ -110,7 +116,7 @@ def test_a_proposer_that_is_not_asked_does_nothing(
     found = run(llm, jobs)
     assert found.results == expected.results
     assert found.shares == [None] * len(jobs)
-    assert calls.steps == expected_calls.steps
+    assert calls == expected_calls
     assert len(calls.steps) == llm.engine.stats.steps == plain.engine.stats.steps
     assert llm.engine.stats.rows == plain.engine.stats.rows
     for stats in (llm.engine.scheduler.stats, plain.engine.scheduler.stats):
@@ -142,21 +148,27 @@ def test_k_of_zero_is_no_speculation(proposer: str, folders: Folders) -> None:
 
 
 @pytest.mark.parametrize("proposer", CACHED)
-def test_only_requests_that_draft_are_written(proposer: str, folders: Folders) -> None:
-    """Beside requests with drafts, the draft caches of one without stay as they were."""
-    llm = start(folders, "m3", proposer, 2)
+def test_requests_without_drafts_beside_others(proposer: str, folders: Folders) -> None:
+    """They get none, nobody relies on what their draft caches hold, and nothing is written but in owned blocks."""
+    llm = start(folders, "m3", proposer, 2, prefix_caching=True)
     watch(llm)
     some = []
     for i, asked in enumerate((2, 0, 1, 0)):
         params = SamplingParams(temperature=5.0, logit_bias=LEAN, ignore_eos=True, num_speculative_tokens=asked)
         some.append(Request(f"r{i}", tokens(9 + 6 * i, i), params, i, 40))
         llm.engine.add(some[-1])
+    drafted = set()
     for _ in range(6):
         llm.engine.step()
+        owned = {block for one in some for block in one.block_ids}
+        others = [block for block in range(FIRST_BLOCK, llm.engine.caches.num_blocks) if block not in owned]
+        assert all(tensor[others].isnan().all() for _, tensor in tensors_of(llm.engine.runner.proposer.cache))
         for one in some:
-            for _, tensor in tensors_of(llm.engine.runner.proposer.cache):
-                written = not tensor[torch.tensor(one.block_ids)].isnan().all()
-                assert written == (one.max_drafts > 0)
+            assert (one.num_draft_computed > 0) == (one.max_drafts > 0)
+            drafted |= {one.seed} if one.drafts else set()
+            written = [not t[one.block_ids].isnan().all() for _, t in tensors_of(llm.engine.runner.proposer.cache)]
+            assert all(written) or one.max_drafts == 0
+    assert drafted == {0, 2}
     for one in some:
         llm.engine.abort(one)
 
@@ -164,16 +176,20 @@ def test_only_requests_that_draft_are_written(proposer: str, folders: Folders) -
 class Recorder(Verifier):
     """Verifies as ever, and remembers every row with its logits."""
 
-    def __init__(self) -> None:
+    def __init__(self, llm: LLM) -> None:
         super().__init__()
+        self.engine = llm.engine
         self.rows: list[tuple[Request, tuple[int, ...], int, Tensor]] = []  # request, text so far, drafts in it
 
-    def verify(self, logits: Tensor, rows: list[SampledRow], drafts: list[list[int]], draft_probs: Any) -> list[Run]:
+    def verify(self, logits: Tensor, rows: SamplingRows, drafted: Drafted, ops: Ops) -> Accepted:
         """As the engine's own."""
-        for row, values in zip(rows, logits, strict=True):
-            text = (*row.request.token_ids, *row.further)
-            self.rows.append((row.request, text, len(row.further), values.clone()))
-        return super().verify(logits, rows, drafts, draft_probs)
+        of_seed = {one.seed: (one, place.slot) for one, place in self.engine.scheduler.places.items()}
+        for seed, position, values in zip(rows.seed.tolist(), rows.position.tolist(), logits, strict=True):
+            one, slot = of_seed[seed]
+            text = tuple(self.engine.runner.table.tokens[slot, :position].tolist())
+            assert text[: len(one.token_ids)] == tuple(one.token_ids)
+            self.rows.append((one, text, position - len(one.token_ids), values.clone()))
+        return super().verify(logits, rows, drafted, ops)
 
 
 class Alone:
@@ -222,7 +238,7 @@ def test_rows_have_the_bits_that_they_have_alone(name: str, proposer: str, folde
     for size in range(1, 10):
         llm = start(folders, name, proposer, 4)
         watch(llm)
-        recorder = llm.engine.runner.verifier = Recorder()
+        recorder = llm.engine.runner.step.verifier = Recorder(llm)
         for i in range(size):
             settings = {"temperature": [5.0, 0.0, 1.0][i % 3], "logit_bias": LEAN if i % 2 else {}}
             params = SamplingParams(**settings, ignore_eos=True, num_speculative_tokens=(i + size) % 5)

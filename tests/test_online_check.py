@@ -8,14 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from serving import Serving, serving, wait_for
 
 from skipstone import LLM
+from skipstone.core.plan import StepPlan
 from skipstone.core.request import Request
+from skipstone.core.sequence_table import TABLE
 from skipstone.errors import ConfigError
+from skipstone.kernels.reference.decode import Accepted
 from skipstone.serve.online_check import OnlineCheck
 from skipstone.session import Session
-from skipstone.spec.verify import Run, Verifier
+from skipstone.spec.verify import Verifier
 
 DEMO = Path(__file__).resolve().parent.parent / "checkpoints" / "demo"
 pytestmark = pytest.mark.skipif(
@@ -77,20 +81,24 @@ def test_generated_tokens_are_those_of_the_clients() -> None:
 class WrongVerifier(Verifier):
     """Accepts one draft too many whenever it can."""
 
-    def verify(self, *args: Any) -> list[Run]:
-        drafts = args[2]
-        runs = []
-        for run, own in zip(super().verify(*args), drafts, strict=True):
-            if run.num_accepted < len(own):
-                kept = own[: run.num_accepted + 1]
-                run = run._replace(token_ids=[*kept, run.token_ids[-1]], num_accepted=len(kept))
-            runs.append(run)
-        return runs
+    def verify(self, *args: Any) -> Accepted:
+        right, drafted = super().verify(*args), args[2]
+        column = torch.arange(drafted.token_ids.shape[1])
+        own = drafted.token_ids.roll(-1, dims=1)  # what follows each row, if the drafts are right
+        real = (column < column[-1]) & (own >= 0) & (drafted.newest[:, None] + 1 + column < drafted.end[:, None])
+        count = right.num_accepted
+        more = real.gather(1, count[:, None]).squeeze(1)
+        emitted = right.emitted.clone()
+        last = emitted.gather(1, count[:, None])
+        emitted.scatter_(1, count[:, None], torch.where(more[:, None], own.gather(1, count[:, None]), last))
+        emitted.scatter_(1, (count + more)[:, None], last)
+        following = emitted.gather(1, torch.minimum(column, (count + more)[:, None]))
+        return Accepted(count + more, emitted, following, right.start + more)
 
 
 def test_a_wrong_acceptance_rule_is_found(caplog: pytest.LogCaptureFixture) -> None:
     with serving(server={"online": 2}, spec="mtp:3") as server:
-        server.service.llm.engine.runner.verifier = WrongVerifier()
+        server.service.llm.engine.runner.step.verifier = WrongVerifier()
         body = {"prompt": PROMPT, "max_tokens": 40, "temperature": 0}
         server.post("/v1/completions", body, headers={"x-request-id": "wrong-one"})
         checks, mismatches = counts(server)
@@ -104,18 +112,19 @@ def test_caches_that_speculation_left_wrong_are_found() -> None:
     """The copy is computed from the first token on, so it does not read what is wrong."""
     with serving(server={"online": 1}, spec="mtp:3") as server:
         runner = server.service.llm.engine.runner
-        execute = runner.execute
+        start = runner.start
 
-        def spoiling(plan: Any) -> Any:
-            handle = execute(plan)
-            for item in plan.scheduled:
+        def spoiling(plan: StepPlan) -> Any:
+            handle = start(plan)
+            for item in plan.items:
                 if item.num_drafts:
+                    first = runner.table.values[item.slot, TABLE]
                     for tensors in runner.cache.layers.values():
                         for tensor in tensors.values():
-                            tensor[item.request.block_ids[0]] *= -1
+                            tensor[first] *= -1
             return handle
 
-        runner.execute = spoiling
+        runner.start = spoiling
         ask(server, {"temperature": 0, "ignore_eos": True})
         assert counts(server)[1] > 0
 

@@ -3,6 +3,7 @@
 A slot of that cache holds a hash of all tokens up to its own position. A row reads the slot before it, so its hash is
 right only if every earlier slot is; the next token follows from the hash. A lost, repeated or misplaced token, a block
 that was handed out twice, and a cached block with other contents than promised all show in the hashes and the text.
+Draft caches are made up in the same way. The model knows of requests what plans say, as a device does.
 """
 
 from __future__ import annotations
@@ -10,17 +11,20 @@ from __future__ import annotations
 import itertools
 import random
 from array import array
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skipstone.core.batch import FIRST_BLOCK
-from skipstone.core.plan import ScheduledRequest, StepOutput, StepPlan, StepResult
-from skipstone.core.request import FinishReason, Request, SamplingParams
+from skipstone.core.batch import FIRST_BLOCK, PAD
+from skipstone.core.plan import Admission, PlanItem, StepPlan, StepResult
+from skipstone.core.request import FinishReason, Request, SamplingParams, TokenLogprobs
 from skipstone.runtime.block_pool import BlockAccountingError, BlockPool, hash_block, hash_salt
 from skipstone.runtime.scheduler import Scheduler
+from skipstone.spec.proposer import ProposerNeeds
 
 VOCAB = 40
 EOS = 39
@@ -53,57 +57,155 @@ def text_alone(prompt: list[int], max_total_tokens: int) -> list[int]:
     return tokens
 
 
+@dataclass
+class Slot:
+    """What the device knows of a request."""
+
+    number: int
+    tokens: list[int]
+    start: int
+    limit: int  # rows from here on are not run
+    followed: int  # the draft caches are right below this position
+    blocks: list[int] = field(default_factory=list)
+    drafts: list[int] = field(default_factory=list)
+    prefixes: list[int] = field(default_factory=list)  # right hash of each beginning of `tokens`
+    marks: list[int] = field(default_factory=list)  # right contents of the draft caches
+    follows: bool = True
+
+    def prefix(self, position: int) -> int:
+        """Right hash of the tokens up to a position."""
+        for token in self.tokens[len(self.prefixes) : position + 1]:
+            self.prefixes.append(extend(self.prefixes[-1] if self.prefixes else ROOT, token))
+        return self.prefixes[position]
+
+
+class Done(NamedTuple):
+    """What a device made of an item."""
+
+    result: StepResult
+    start: int  # where its request goes on
+    drafted: int  # drafts that were verified
+
+
 class FakeModel:
     """Runs plans on a cache of hashes, and checks every slot that a row reads."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, needs: ProposerNeeds | None = None, seed: int = 0) -> None:
         self.block_size = block_size
-        self.slots: dict[tuple[int, int], int] = {}
-        self.known: dict[Request, list[int]] = {}  # hash of each beginning of the committed tokens
+        self.needs = needs
+        self.random = random.Random(seed)
+        self.slots: dict[int, Slot] = {}
+        self.cache: dict[tuple[int, int], int] = {}
+        self.draft_cache: dict[tuple[int, int], int] = {}
 
-    def slot(self, request: Request, position: int) -> tuple[int, int]:
+    def place(self, slot: Slot, position: int) -> tuple[int, int]:
         """Where a position's keys lie."""
-        return request.block_ids[position // self.block_size], position % self.block_size
+        return slot.blocks[position // self.block_size], position % self.block_size
 
-    def prefixes(self, item: ScheduledRequest) -> list[int]:
-        """Right hash of every position up to the item's last row, from the tokens alone."""
-        request = item.request
-        known = self.known.setdefault(request, [])
-        for token in request.token_ids[len(known) :]:
-            known.append(extend(known[-1] if known else ROOT, token))
-        out = known[: item.start + item.query_len]
-        for token in request.drafts[: item.num_drafts]:
-            out = [*out, extend(out[-1], token)]
-        return out
-
-    def execute(self, plan: StepPlan) -> StepOutput:
+    def execute(self, plan: StepPlan) -> list[Done]:
         """All rows write before any row reads, as on a device."""
-        for item in plan.scheduled:
+        for new in plan.admissions:
+            self._admit(new)
+        for slot, place, block in plan.new_blocks:
+            assert place == len(self.slots[slot].blocks)
+            self.slots[slot].blocks.append(block)
+        self._copy(plan.block_copies)
+        for item in plan.items:
             self._write(item)
-        return StepOutput([self._read(item) for item in plan.scheduled])
+        return [self._read(item) for item in plan.items]
 
-    def _write(self, item: ScheduledRequest) -> None:
-        tokens = item.request.token_ids + item.request.drafts[: item.num_drafts]
-        for position in range(item.start, item.start + item.query_len):
-            before = self.slots[self.slot(item.request, position - 1)] if position else ROOT
-            self.slots[self.slot(item.request, position)] = extend(before, tokens[position])
+    def results(self, plan: StepPlan) -> list[StepResult]:
+        """What comes back of a plan."""
+        return [done.result for done in self.execute(plan)]
 
-    def _read(self, item: ScheduledRequest) -> StepResult:
-        request, result = item.request, StepResult()
-        expected = self.prefixes(item)
-        assert len(expected) == item.start + item.query_len
-        found = [self.slots.get(self.slot(request, position)) for position in range(len(expected))]
-        assert found == expected, f"{request.request_id} reads keys of other tokens"
-        if not item.samples:
-            assert item.num_drafts == 0
-            return result
-        first = len(expected) - 1 - item.num_drafts
-        for draft in range(item.num_drafts + 1):
-            result.token_ids.append(next_token(found[first + draft]))
-            if draft == item.num_drafts or request.drafts[draft] != result.token_ids[-1]:
-                break
-            result.num_accepted += 1
-        return result
+    def _admit(self, new: Admission) -> None:
+        limit = new.max_total_tokens - 1
+        self.slots[new.slot] = Slot(new.number, list(new.token_ids), new.start, limit, new.start)
+
+    def _copy(self, copies: list[tuple[int, int]]) -> None:
+        for cache in (self.cache, self.draft_cache):
+            old = dict(cache) if copies else {}
+            for (source, destination), i in itertools.product(copies, range(self.block_size)):
+                cache[destination, i] = old.get((source, i), 0)
+
+    def _rows(self, item: PlanItem) -> tuple[Slot, list[int], list[int]]:
+        """The slot of an item, all its tokens up to its last row, and the positions of its rows."""
+        slot = self.slots[item.slot]
+        assert slot.number == item.admission
+        drafts = (slot.drafts + [PAD] * item.num_drafts)[: item.num_drafts]
+        newest = slot.start + item.num_rows - 1 - item.num_drafts
+        assert newest == len(slot.tokens) - 1 if item.samples else newest < len(slot.tokens) - 1 and not drafts
+        tokens = (slot.tokens[: newest + 1] + drafts)[: slot.limit]
+        return slot, tokens, list(range(slot.start, len(tokens)))
+
+    def _write(self, item: PlanItem) -> None:
+        slot, tokens, positions = self._rows(item)
+        for position in positions:
+            before = self.cache[self.place(slot, position - 1)] if position else ROOT
+            self.cache[self.place(slot, position)] = extend(before, tokens[position])
+
+    def _read(self, item: PlanItem) -> Done:
+        slot, tokens, positions = self._rows(item)
+        if not positions:  # its text is complete, which nobody knew when the plan was made
+            return Done(StepResult([EOS]), -1, 0)
+        known = min(len(tokens), len(slot.tokens))
+        expected = [slot.prefix(position) for position in range(known)]
+        for draft in tokens[known:]:
+            expected.append(extend(expected[-1], draft))
+        found = [self.cache.get(self.place(slot, position)) for position in range(len(tokens))]
+        assert found == expected, f"slot {item.slot} reads keys of other tokens"
+        result = StepResult()
+        drafts = tokens[known:] if item.samples else []
+        if item.samples:
+            for prefix, draft in itertools.zip_longest(expected[known - 1 :], drafts, fillvalue=PAD):
+                result.token_ids.append(next_token(prefix))
+                if draft != result.token_ids[-1]:
+                    break
+                result.num_accepted += 1
+            slot.tokens += result.token_ids
+            slot.start = len(slot.tokens) - 1
+        else:
+            slot.start += item.num_rows
+        for position in range(item.start + item.prompt_rows[0], item.start + item.prompt_rows[1]):
+            assert position in positions
+            result.prompt_logprobs.append(TokenLogprobs(slot.tokens[position + 1], 0.0, position, [], []))
+        slot.drafts = self._draft(item, slot)
+        result.drafts = [draft for draft in slot.drafts if draft != PAD]
+        return Done(result, slot.start, sum(draft != PAD for draft in drafts))
+
+    def _draft(self, item: PlanItem, slot: Slot) -> list[int]:
+        """Bring the draft caches up to date, and guess the next tokens, some of them wrongly."""
+        assert slot.follows or not item.follows, "the draft caches missed a step"
+        slot.follows = item.follows
+        if self.needs is None or not item.follows:
+            assert not item.follows and not item.num_next_drafts
+            return []
+        if self.needs.uses_caches:
+            self._follow(slot, self.needs.next_tokens, item.num_next_drafts)
+        if self.needs.max_position is not None:
+            assert slot.start < self.needs.max_position
+        drafts, prefix = [], slot.prefix(len(slot.tokens) - 1)
+        most = min(item.num_next_drafts, max(slot.limit - len(slot.tokens), 0))
+        for _ in range(self.random.choice([most, most, most, most // 2])):
+            right = self.random.random() < 0.75
+            drafts.append(next_token(prefix) if right else self.random.randrange(VOCAB))
+            prefix = extend(prefix, drafts[-1])
+        return drafts
+
+    def _follow(self, slot: Slot, ahead: int, drafts: int) -> None:
+        """A draft cache knows `ahead` tokens more than the target's; the last ones are not there yet."""
+        final = min(slot.start, len(slot.tokens) - ahead)
+        for position in range(slot.followed, slot.start):
+            tokens = tuple(slot.tokens[position + 1 : position + 1 + ahead]) if position < final else PAD
+            self.draft_cache[self.place(slot, position)] = hash((slot.prefix(position), tokens))
+        slot.followed = max(slot.followed, final)
+        for position in range(len(slot.marks), slot.followed):
+            tokens = tuple(slot.tokens[position + 1 : position + 1 + ahead])
+            slot.marks.append(hash((slot.prefix(position), tokens)))
+        found = [self.draft_cache.get(self.place(slot, position)) for position in range(slot.followed)]
+        assert found == slot.marks, "draft caches hold what belongs to other tokens"
+        for position in range(slot.start, min(slot.start + drafts + 1, slot.limit) if drafts else 0):
+            self.draft_cache[self.place(slot, position)] = PAD
 
 
 @dataclass
@@ -111,28 +213,45 @@ class Shape:
     """Sizes of a simulated engine."""
 
     block_size: int = 4
-    num_blocks: int = FIRST_BLOCK + 26
+    num_blocks: int = FIRST_BLOCK + 30
     max_rows: int = 24
     max_requests: int = 6
     prefix_caching: bool = True
+    needs: ProposerNeeds | None = None
+    ahead: float = 0.8  # share of steps that are planned before the step before is over
+
+
+class Started(NamedTuple):
+    """A step under way: its requests when it was planned, and what will come back."""
+
+    plan: StepPlan
+    requests: list[Request]
+    done: list[Done]
 
 
 class Simulation:
-    """Random arrivals, drafts and aborts around a scheduler; every step is checked."""
+    """Random arrivals, drafts, aborts and stops around a scheduler; every step is checked."""
 
     def __init__(self, seed: int, shape: Shape) -> None:
         self.random = random.Random(seed)
         self.shape = shape
         self.pool = BlockPool(shape.num_blocks, shape.block_size)
-        self.scheduler = Scheduler(self.pool, shape.max_rows, shape.max_requests, shape.prefix_caching)
-        self.model = FakeModel(shape.block_size)
+        most_drafts: Callable[[int], int] | None = None
+        if self.random.random() < 0.5:
+            most_drafts = lambda num_requests: max(MOST_DRAFTS + 1 - num_requests, 0)  # noqa: E731
+        sizes = (shape.max_rows, shape.max_requests, shape.prefix_caching)
+        self.scheduler = Scheduler(self.pool, *sizes, shape.needs, most_drafts)
+        self.model = FakeModel(shape.block_size, shape.needs, seed)
+        self.under_way: Started | None = None
         self.requests: list[Request] = []
         self.begun: set[Request] = set()
+        self.stopped: set[Request] = set()
         self.handed_out: dict[Request, list[int]] = {}
+        self.counts: dict[Request, list[int]] = {}  # drafts, and those that were emitted
         self.texts = [self.tokens(LONGEST_PROMPT) for _ in range(5)]  # what prompts begin with
         self.aborts = {"waiting": 0, "running": 0, "in flight": 0}
+        self.ahead = {"planned": 0, "declined": 0, "ended meanwhile": 0, "copies": 0}
         self.hits = 0
-        self.drafts = {"kept": 0, "rejected": 0}
 
     def tokens(self, count: int) -> list[int]:
         """Random tokens, without the end of text."""
@@ -148,20 +267,10 @@ class Simulation:
         params = SamplingParams(prompt_logprobs=0 if self.random.random() < 0.05 else None)
         limit = len(prompt) + self.random.randint(1, MOST_OUTPUT)
         request = Request(f"r{len(self.requests)}", prompt, params, 0, limit, frozenset([EOS]))
+        request.max_drafts = self.random.choice([0, 1, MOST_DRAFTS, MOST_DRAFTS])
         self.requests.append(request)
-        self.handed_out[request] = []
+        self.handed_out[request], self.counts[request] = [], [0, 0]
         self.scheduler.add(request)
-
-    def draft(self, request: Request) -> None:
-        """Guess the next tokens, some of them wrongly."""
-        prefix = ROOT
-        for token in request.token_ids:
-            prefix = extend(prefix, token)
-        request.drafts = []
-        for _ in range(self.random.randint(1, MOST_DRAFTS)):
-            right = self.random.random() < 0.75
-            request.drafts.append(next_token(prefix) if right else self.random.randrange(VOCAB))
-            prefix = extend(prefix, request.drafts[-1])
 
     def abort(self, kind: str, requests: list[Request]) -> None:
         """End a random one of the requests."""
@@ -174,7 +283,7 @@ class Simulation:
             self.scheduler.check()
 
     def step(self, busy: bool = True) -> None:
-        """Arrivals, aborts and drafts, then one step of the engine. Not busy: nothing new arrives, nobody aborts."""
+        """Arrivals, aborts and stops around one step of the engine. Not busy: nothing arrives, nobody aborts."""
         scheduler, chance = self.scheduler, self.random.random
         if busy:
             while len(scheduler.waiting) < 6 and chance() < 0.4:
@@ -183,71 +292,125 @@ class Simulation:
                 self.abort("waiting", list(scheduler.waiting))
             if chance() < 0.02:
                 self.abort("running", scheduler.running)
-        for request in (*scheduler.running, *itertools.islice(scheduler.waiting, 1)):
-            if chance() < 0.3:
-                self.draft(request)
-        plan = scheduler.schedule()
-        scheduler.check()
-        self.check_plan(plan)
-        output = self.model.execute(plan)
-        if busy and chance() < 0.03:
-            self.abort("in flight", [item.request for item in plan.scheduled])
-        self.take(plan, output, scheduler.commit(plan, output))
+        step = self.under_way or self.start(ahead=False)
+        self.under_way = self.start(ahead=True) if step is not None and chance() < self.shape.ahead else None
+        if step is None:
+            return
+        if busy and chance() < 0.05:
+            later = self.under_way.requests if self.under_way is not None else []
+            running = [r for r in dict.fromkeys((*step.requests, *later)) if not r.finished]
+            self.abort("in flight", running)
+        self.take(step, busy)
         scheduler.check()
 
-    def check_plan(self, plan: StepPlan) -> None:
+    def start(self, ahead: bool) -> Started | None:
+        """Plan a step and run it; what comes back is kept until it is asked for."""
+        scheduler = self.scheduler
+        if not ahead and not scheduler.has_work:
+            return None
+        before = (list(scheduler.running), scheduler.stats.preemptions)
+        plan = scheduler.schedule(ahead)
+        scheduler.check()
+        if plan is None:
+            assert ahead and (scheduler.running, scheduler.stats.preemptions) == before
+            self.ahead["declined"] += 1
+            return None
+        if ahead:
+            assert scheduler.stats.preemptions == before[1]
+            self.ahead["planned"] += 1
+        self.ahead["copies"] += len(plan.block_copies)
+        if scheduler.stats.preemptions > before[1]:
+            assert not plan.admissions
+        self.check_plan(plan, ahead)
+        owners = [scheduler.owner(item) for item in plan.items]
+        requests = [owner for owner in owners if owner is not None]
+        assert len(requests) == len(plan.items)
+        return Started(plan, requests, self.model.execute(plan))
+
+    def check_plan(self, plan: StepPlan, ahead: bool) -> None:
         """What holds for every plan."""
-        items, scheduler = plan.scheduled, self.scheduler
-        assert bool(items) == scheduler.has_work, "a step without rows"
+        items, scheduler = plan.items, self.scheduler
+        assert items, "a step without rows"
         assert plan.num_rows <= self.shape.max_rows
         assert len(items) <= len(scheduler.running) <= self.shape.max_requests
-        assert len({item.request for item in items}) == len(items)
-        lengths = [length for length, _ in itertools.groupby(item.query_len for item in items)]
+        assert len({item.slot for item in items}) == len({item.admission for item in items}) == len(items)
+        assert len({scheduler.places[request].slot for request in scheduler.running}) == len(scheduler.running)
+        assert scheduler.places.keys() == set(scheduler.running)
+        lengths = [length for length, _ in itertools.groupby(item.num_rows for item in items)]
         assert len(set(lengths)) == len(lengths)
+        new = {admission.number: admission for admission in plan.admissions}
+        assert new.keys() <= {item.admission for item in items}
+        owned = {block for request in scheduler.running for block in request.block_ids}
+        assert owned >= {destination for _, destination in plan.block_copies}
         for item in items:
-            request = item.request
-            assert request in scheduler.running
-            assert item.query_len >= 1
-            assert item.start == request.num_computed_tokens < len(request.token_ids)
-            assert 0 <= item.num_drafts <= len(request.drafts)
-            assert len(request.block_ids) * self.shape.block_size >= item.start + item.query_len
-            assert len(set(request.block_ids)) == len(request.block_ids)
-            assert min(request.block_ids) >= FIRST_BLOCK
-            if request.params.prompt_logprobs is not None:
-                assert request.num_cached_tokens == 0
-            if request not in self.begun:
-                self.begun.add(request)
-                assert item.start == request.num_cached_tokens
-                assert item.start % self.shape.block_size == 0
-                self.hits += item.start > 0
+            self.check_item(item, new.get(item.admission), ahead)
         assert all(not request.block_ids and not request.num_computed_tokens for request in scheduler.waiting)
 
-    def take(self, plan: StepPlan, output: StepOutput, committed: list[tuple[Request, list[int]]]) -> None:
+    def check_item(self, item: PlanItem, new: Admission | None, ahead: bool) -> None:
+        """What holds for every item; positions are exact unless the step before is under way."""
+        request = self.scheduler.owner(item)
+        assert request is not None and request in self.scheduler.running
+        start = self.model.slots[item.slot].start if new is None else new.start
+        assert item.start >= start if ahead else item.start == start == request.num_computed_tokens
+        assert item.num_rows >= 1
+        assert 0 <= item.num_drafts <= item.num_rows - item.samples
+        assert item.num_next_drafts <= request.max_drafts
+        if not ahead:
+            assert item.num_drafts <= len(request.drafts)
+            assert item.start < len(request.token_ids)
+        assert len(request.block_ids) * self.shape.block_size >= min(item.end, request.max_total_tokens)
+        assert len(set(request.block_ids)) == len(request.block_ids)
+        assert min(request.block_ids) >= FIRST_BLOCK
+        if request.params.prompt_logprobs is not None:
+            assert request.num_cached_tokens == 0
+        if request not in self.begun:
+            assert new is not None
+            self.begun.add(request)
+            assert item.start == request.num_cached_tokens
+            assert item.start % self.shape.block_size == 0 or plan_copies(self.shape)
+            self.hits += item.start > 0
+
+    def take(self, step: Started, busy: bool) -> None:
         """Keep what each request got; `committed` must name each request once, and all that got something."""
+        ended = [request.finished for request in step.requests]
+        for item, request, over in zip(step.plan.items, step.requests, ended, strict=True):
+            assert self.scheduler.owner(item) is (None if over else request)
+        self.ahead["ended meanwhile"] += sum(ended)
+        committed = self.scheduler.commit(step.plan, [done.result for done in step.done])
         got = dict(committed)
         assert len(got) == len(committed)
-        for item, result in zip(plan.scheduled, output.results, strict=True):
-            if item.request.finish_reason is FinishReason.ABORT:
-                assert item.request not in got
+        for request, done, over in zip(step.requests, step.done, ended, strict=True):
+            if over:
+                assert request not in got
                 continue
-            kept = got.pop(item.request, [])
+            result, kept = done.result, got.pop(request, [])
             assert kept == result.token_ids[: len(kept)]
-            assert len(kept) == len(result.token_ids) or item.request.finished
-            assert item.request.drafts == []
-            if not item.request.finished:
-                rows = item.query_len - item.num_drafts + result.num_accepted
-                assert item.request.num_computed_tokens == item.start + rows
-            self.handed_out[item.request] += kept
-            self.drafts["kept"] += result.num_accepted
-            self.drafts["rejected"] += item.num_drafts - result.num_accepted
-            if item.request.finished and len(item.request.token_ids) > 12:
-                self.texts[self.random.randrange(len(self.texts))] = list(item.request.token_ids)
+            assert len(kept) == len(result.token_ids) or request.finished
+            assert request.finished or request.drafts == result.drafts
+            assert request.finished or request.num_computed_tokens == done.start
+            self.handed_out[request] += kept
+            accepted = min(result.num_accepted, len(kept))
+            if busy and kept and self.random.random() < 0.02:
+                accepted = min(accepted, self.stop(request, len(kept)))
+            self.counts[request][0] += done.drafted
+            self.counts[request][1] += accepted
+            if request.finished and len(request.token_ids) > 12:
+                self.texts[self.random.randrange(len(self.texts))] = list(request.token_ids)
         assert not got
+
+    def stop(self, request: Request, emitted: int) -> int:
+        """A stop string turns up in the text of a request; returns how many of its new tokens stay."""
+        surplus = self.random.randint(0, emitted)
+        self.scheduler.stop(request, emitted, surplus)
+        self.stopped.add(request)
+        del self.handed_out[request][len(self.handed_out[request]) - surplus :]
+        assert request.block_ids == []
+        return emitted - surplus
 
     def finish(self) -> None:
         """Run until nothing is left, and check every text."""
         for _ in range(2000):
-            if not self.scheduler.has_work:
+            if not self.scheduler.has_work and self.under_way is None:
                 break
             self.step(busy=False)
         assert not self.scheduler.has_work
@@ -256,41 +419,82 @@ class Simulation:
         for request in self.requests:
             assert request.output_token_ids == self.handed_out[request]
             expected = text_alone(request.token_ids[: request.num_prompt_tokens], request.max_total_tokens)
+            assert [request.speculation.drafted, request.speculation.accepted] == self.counts[request]
+            self.check_prompt_logprobs(request)
             if request.finish_reason is FinishReason.ABORT:
                 assert request.token_ids == expected[: len(request.token_ids)]
                 assert len(request.token_ids) < len(expected)
+            elif request in self.stopped:
+                assert request.token_ids == expected[: len(request.token_ids)]
+                assert request.finish_reason is FinishReason.STOP
             else:
                 assert request.token_ids == expected
                 reason = FinishReason.STOP if request.token_ids[-1] == EOS else FinishReason.LENGTH
                 assert request.finish_reason is reason
+        stats = self.scheduler.stats.speculation
+        assert [stats.drafted, stats.accepted] == [sum(column) for column in zip(*self.counts.values(), strict=True)]
+
+    @staticmethod
+    def check_prompt_logprobs(request: Request) -> None:
+        """Each of the prompt's tokens but the first is reported once, if that is asked for."""
+        prompt = request.token_ids[: request.num_prompt_tokens]
+        wanted = list(enumerate(prompt[1:])) if request.params.prompt_logprobs is not None else []
+        found = [(entry.rank, entry.token_id) for entry in request.prompt_logprobs if entry is not None]
+        assert found == wanted[: len(found)]
+        assert found == wanted or request.finish_reason is FinishReason.ABORT
 
 
-def test_ten_thousand_steps() -> None:
-    simulation = Simulation(1, Shape())
-    for _ in range(10_000):
+def plan_copies(shape: Shape) -> bool:
+    """Whether requests may begin inside a block, in a copy of it."""
+    return shape.needs is not None and shape.needs.next_tokens > 0
+
+
+@pytest.mark.parametrize("ahead", [0.0, 0.8])
+def test_ten_thousand_steps(ahead: float) -> None:
+    simulation = Simulation(1, Shape(needs=ProposerNeeds("head", next_tokens=1, uses_caches=True), ahead=ahead))
+    for _ in range(10_000 if ahead else 4_000):
         simulation.step()
     simulation.finish()
-    assert simulation.scheduler.stats.preemptions > 100
-    assert sum(request.num_preemptions for request in simulation.requests) == simulation.scheduler.stats.preemptions
+    stats = simulation.scheduler.stats
+    assert stats.preemptions > 100
+    assert sum(request.num_preemptions for request in simulation.requests) == stats.preemptions
     assert simulation.hits > 100
-    assert min(simulation.aborts.values()) > 100
-    assert min(simulation.drafts.values()) > 100
+    assert min(simulation.aborts.values()) > 50
+    assert stats.speculation.drafted - stats.speculation.accepted > 1000 < stats.speculation.accepted
     assert {request.finish_reason for request in simulation.requests} == set(FinishReason)
     assert sum(request.num_preemptions > 1 for request in simulation.requests) > 10
+    assert len(simulation.stopped) > 50
+    if ahead:
+        assert min(simulation.ahead.values()) > 100
+
+
+NEEDS = [
+    None,
+    ProposerNeeds("from the text"),
+    ProposerNeeds("draft model", uses_caches=True),
+    ProposerNeeds("head", next_tokens=1, uses_caches=True),
+    ProposerNeeds("head of a short reach", next_tokens=1, uses_caches=True, max_position=30),
+    ProposerNeeds("three modules", next_tokens=3, uses_caches=True),
+    ProposerNeeds("block of drafts", uses_caches=True, least_lookahead=7),
+]
 
 
 @given(data=st.data())
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 def test_any_shape(data: st.DataObject) -> None:
     """Block sizes, pools, budgets and limits of all kinds, down to one row a step and one request at a time."""
-    block_size = data.draw(st.integers(1, 9))
-    smallest = -(-(LONGEST_PROMPT + MOST_OUTPUT + MOST_DRAFTS) // block_size)
+    needs = data.draw(st.sampled_from(NEEDS))
+    caching = data.draw(st.booleans())
+    block_size = data.draw(st.integers(needs.next_tokens if needs is not None and needs.next_tokens else 1, 9))
+    smallest = -(-(LONGEST_PROMPT + MOST_OUTPUT) // block_size)
     shape = Shape(
         block_size=block_size,
         num_blocks=FIRST_BLOCK + smallest + data.draw(st.integers(0, smallest)),
         max_rows=data.draw(st.integers(1, 80)),
         max_requests=data.draw(st.integers(1, 8)),
-        prefix_caching=data.draw(st.booleans()),
+        prefix_caching=caching,
+        needs=needs,
+        ahead=data.draw(st.sampled_from([0.0, 0.5, 1.0])),
     )
     simulation = Simulation(data.draw(st.integers(0, 10**6)), shape)
     for _ in range(60):
@@ -303,9 +507,21 @@ def test_any_shape(data: st.DataObject) -> None:
 def run(scheduler: Scheduler, model: FakeModel) -> None:
     """Step until nothing is left."""
     while scheduler.has_work:
-        plan = scheduler.schedule()
-        scheduler.commit(plan, model.execute(plan))
+        plan = planned(scheduler)
+        scheduler.commit(plan, model.results(plan))
         scheduler.check()
+
+
+def planned(scheduler: Scheduler) -> StepPlan:
+    """The next plan, while no step is under way."""
+    plan = scheduler.schedule()
+    assert plan is not None
+    return plan
+
+
+def owners(scheduler: Scheduler, plan: StepPlan) -> list[Request | None]:
+    """The requests of a plan's items."""
+    return [scheduler.owner(item) for item in plan.items]
 
 
 def small(num_blocks: int = 20) -> tuple[Scheduler, FakeModel]:
@@ -326,10 +542,10 @@ class TestStaleResults:
     def test_aborted(self) -> None:
         scheduler, model = small()
         request, other = ask(scheduler, [1, 2, 3, 4, 5]), ask(scheduler, [6, 7])
-        plan = scheduler.schedule()
-        output = model.execute(plan)
+        plan = planned(scheduler)
+        results = model.results(plan)
         scheduler.finish(request, FinishReason.ABORT)
-        assert [r for r, _ in scheduler.commit(plan, output)] == [other]
+        assert [r for r, _ in scheduler.commit(plan, results)] == [other]
         assert request.token_ids == [1, 2, 3, 4, 5]
         assert (request.num_computed_tokens, request.block_ids, request.block_hashes) == (0, [], [])
         scheduler.check()
@@ -343,7 +559,7 @@ class TestStaleResults:
         run(scheduler, model)
         scheduler.finish(request, FinishReason.ABORT)
         assert request.finish_reason is FinishReason.LENGTH
-        assert request.epoch == 0
+        assert len(scheduler._free_slots) == scheduler.max_requests
 
     @pytest.mark.parametrize("scheduled_again", [False, True])
     def test_preempted(self, scheduled_again: bool) -> None:
@@ -351,19 +567,17 @@ class TestStaleResults:
         scheduler, model = small()
         prompt = list(range(9))
         first, second = ask(scheduler, [30, 31]), ask(scheduler, prompt)
-        plan = scheduler.schedule()
-        output = model.execute(plan)
+        plan = planned(scheduler)
+        results = model.results(plan)
         assert scheduler._preempt_youngest() is second
-        later = scheduler.schedule() if scheduled_again else None
-        kept = scheduler.commit(plan, output)
-        assert [request for request, _ in kept] == [first]
+        later = scheduler.schedule(ahead=True) if scheduled_again else None
+        assert [request for request, _ in scheduler.commit(plan, results)] == [first]
         assert second.token_ids == prompt
         assert second.num_computed_tokens == 0
         assert second.block_hashes == []
         scheduler.check()
         if later is not None:
-            mine = StepPlan([item for item in later.scheduled if item.request is second])
-            scheduler.commit(mine, model.execute(mine))
+            scheduler.commit(later, model.results(later))
             assert len(second.token_ids) == len(prompt) + 1
         run(scheduler, model)
         for request in (first, second):
@@ -373,12 +587,57 @@ class TestStaleResults:
     def test_drafts_are_forgotten(self) -> None:
         scheduler, model = small()
         request = ask(scheduler, [1, 2, 3])
-        plan = scheduler.schedule()
-        scheduler.commit(plan, model.execute(plan))
+        plan = planned(scheduler)
+        scheduler.commit(plan, model.results(plan))
         request.drafts = [7, 8]
         scheduler._preempt_youngest()
         assert request.drafts == []
-        assert (request.epoch, request.num_preemptions, scheduler.stats.preemptions) == (1, 1, 1)
+        assert scheduler.owner(plan.items[0]) is None
+        assert (request.num_preemptions, scheduler.stats.preemptions) == (1, 1)
+        again = planned(scheduler)
+        assert scheduler.owner(again.items[0]) is request
+        assert again.items[0].admission != plan.items[0].admission
+
+
+class TestAhead:
+    """Plans that are made while the step before is under way."""
+
+    def test_positions_are_bounds_while_drafts_are_open(self) -> None:
+        scheduler, _ = small()
+        scheduler.needs = ProposerNeeds("made up")
+        request = ask(scheduler, [1, 2, 3], 20)
+        request.max_drafts = 3
+        first = planned(scheduler)
+        second = scheduler.schedule(ahead=True)
+        assert second is not None
+        assert second.items[0][2:6] == (3, 4, 3, True)
+        wrong = (continuation([1, 2, 3], 2)[1] + 1) % VOCAB
+        scheduler.commit(first, [StepResult(continuation([1, 2, 3], 1), 0, [wrong])])
+        third = scheduler.schedule(ahead=True)
+        assert third is not None
+        assert third.items[0][2:6] == (7, 4, 3, True)
+        scheduler.commit(second, [StepResult([continuation([1, 2, 3], 2)[1]], 0, [])])
+        assert (request.num_computed_tokens, len(request.token_ids)) == (4, 5)
+        assert (request.speculation.drafted, request.speculation.accepted) == (1, 0)
+
+    def test_what_surely_ends_has_no_further_step(self) -> None:
+        scheduler, model = small()
+        request = ask(scheduler, [1, 2, 3], 1)
+        plan = planned(scheduler)
+        assert scheduler.schedule(ahead=True) is None
+        scheduler.commit(plan, model.results(plan))
+        assert request.finish_reason is FinishReason.LENGTH
+
+    def test_nobody_is_preempted(self) -> None:
+        """The step waits for the one before, which may yet free blocks."""
+        scheduler, model = small(num_blocks=4)
+        requests = [ask(scheduler, [n] * 8) for n in (1, 2)]
+        plan = planned(scheduler)
+        assert scheduler.schedule(ahead=True) is None
+        assert scheduler.running == requests and scheduler.stats.preemptions == 0
+        scheduler.commit(plan, model.results(plan))
+        assert owners(scheduler, planned(scheduler)) == requests[:1]
+        assert scheduler.stats.preemptions == 1
 
 
 def continuation(tokens: list[int], count: int) -> list[int]:
@@ -399,12 +658,12 @@ class TestOrder:
         scheduler, model = small(num_blocks=6)
         oldest, middle, youngest = (ask(scheduler, [n] * 7, 8) for n in (1, 2, 3))
         queued = ask(scheduler, [4] * 7, 8)
-        plan = scheduler.schedule()
-        assert [item.request for item in plan.scheduled] == [oldest, middle, youngest]
-        scheduler.commit(plan, model.execute(plan))
+        plan = planned(scheduler)
+        assert owners(scheduler, plan) == [oldest, middle, youngest]
+        scheduler.commit(plan, model.results(plan))
         while not scheduler.stats.preemptions:
-            plan = scheduler.schedule()
-            scheduler.commit(plan, model.execute(plan))
+            plan = planned(scheduler)
+            scheduler.commit(plan, model.results(plan))
         assert scheduler.running == [oldest, middle]
         assert list(scheduler.waiting) == [youngest, queued]
         run(scheduler, model)
@@ -413,11 +672,11 @@ class TestOrder:
     def test_no_rows_are_left_over_while_a_prompt_waits(self) -> None:
         scheduler, model = small()
         long, short = ask(scheduler, list(range(39))), ask(scheduler, [1, 2, 3])
-        plan = scheduler.schedule()
-        assert [(item.request, item.query_len, item.samples) for item in plan.scheduled] == [(long, 32, False)]
-        scheduler.commit(plan, model.execute(plan))
-        plan = scheduler.schedule()
-        rows = [(item.request, item.query_len, item.samples) for item in plan.scheduled]
+        plan = planned(scheduler)
+        assert [(scheduler.owner(item), item.num_rows, item.samples) for item in plan.items] == [(long, 32, False)]
+        scheduler.commit(plan, model.results(plan))
+        plan = planned(scheduler)
+        rows = [(scheduler.owner(item), item.num_rows, item.samples) for item in plan.items]
         assert rows == [(short, 3, True), (long, 7, True)]
 
     def test_a_cached_prompt_still_computes_its_last_token(self) -> None:
@@ -438,13 +697,13 @@ class TestOrder:
         scheduler, model = small()
         prompt = [1, 2]
         request = ask(scheduler, prompt, 20)
-        plan = scheduler.schedule()
-        scheduler.commit(plan, model.execute(plan))
+        plan = planned(scheduler)
+        scheduler.commit(plan, model.results(plan))
         wrong = (continuation(request.token_ids, 1)[0] + 1) % VOCAB
-        request.drafts = [wrong, 5, 6]
-        plan = scheduler.schedule()
-        assert [(item.query_len, item.num_drafts) for item in plan.scheduled] == [(4, 3)]
-        assert scheduler.commit(plan, model.execute(plan)) == [(request, continuation(request.token_ids[:3], 1))]
+        request.drafts = model.slots[0].drafts = [wrong, 5, 6]
+        plan = planned(scheduler)
+        assert [(item.num_rows, item.num_drafts) for item in plan.items] == [(4, 3)]
+        assert scheduler.commit(plan, model.results(plan)) == [(request, continuation(request.token_ids[:3], 1))]
         assert request.block_hashes == []
         other = ask(scheduler, [*request.token_ids[:3], wrong, 5, 6])
         run(scheduler, model)

@@ -256,15 +256,15 @@ class TestFaults:
     def fail_once(self, server: Serving, monkeypatch: pytest.MonkeyPatch, times: int = 1) -> None:
         """The next steps raise in the middle of their work."""
         runner = server.service.llm.engine.runner
-        execute, left = runner.execute, [times]
+        start, left = runner.start, [times]
 
         def broken(plan: Any) -> Any:
             if left[0]:
                 left[0] -= 1
                 raise ValueError("out of luck, at /secret/path")
-            return execute(plan)
+            return start(plan)
 
-        monkeypatch.setattr(runner, "execute", broken)
+        monkeypatch.setattr(runner, "start", broken)
 
     def test_a_failed_step_ends_what_ran_and_nothing_else(
         self, server: Serving, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -8,7 +8,6 @@ modules over a known text, in one go and in caches that nobody else uses, says w
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -17,9 +16,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from oracles.host_batch import QueryRows, build_batch
+from oracles.rows import to_rows
+from oracles.sampling import Row
 from oracles.speculation import LEAN, Job, letters, load, run, tokens, watch
 from oracles.tiny import TINY, write_folder
 from oracles.tiny_heads import with_mtp
+from oracles.verifiers import RandomVerifier
 from torch import Tensor
 
 from skipstone import LLM, SamplingParams
@@ -27,12 +30,10 @@ from skipstone.attention.backend import AttentionGroups
 from skipstone.core.batch import FIRST_BLOCK
 from skipstone.core.kv_cache import CacheMemory, KVCache
 from skipstone.core.request import Request
-from skipstone.core.rows import QueryRows, build_batch
-from skipstone.core.sampling_rows import SampledRow, sampling_rows
 from skipstone.errors import ConfigError
 from skipstone.kernels.reference.sampling import decision_scores
+from skipstone.spec import several_modules
 from skipstone.spec.several_modules import SeveralModulesProposer
-from skipstone.spec.verify import Run, Verifier
 
 TARGETS = ["m3", "dsa"]
 MODULES = [2, 3, 4]
@@ -51,26 +52,6 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Folder:
         return folder
 
     return cache(write)
-
-
-class RandomVerifier(Verifier):
-    """Keeps as many drafts as chance says, right or not."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.draw = random.Random(seed)
-        self.kept: set[tuple[int, int]] = set()
-
-    def verify(self, logits: Tensor, rows: list[SampledRow], drafts: list[list[int]], draft_probs: Any) -> list[Run]:
-        """One run per request; the last token is the target's own."""
-        own = super().verify(logits, rows, [[] for _ in rows], None) if rows else []
-        runs, first = [], 0
-        for ids in drafts:
-            count = self.draw.randint(0, len(ids))
-            self.kept.add((len(ids), count))
-            runs.append(Run([*ids[:count], *own[first + count].token_ids], count))
-            first += len(ids) + 1
-        return runs
 
 
 class Moment(NamedTuple):
@@ -178,19 +159,12 @@ class Definition:
                 assert not wrong, f"module {module}, {name}: positions {wrong} of {moment.num_valid}"
                 num_entries += moment.num_valid
             for module, draft in enumerate(moment.drafts):
-                row = SampledRow(_as_of(moment), moment.drafts[:module])
-                scores = decision_scores(rows[module][None], sampling_rows([row]))[0]
+                one, position = moment.request, len(moment.token_ids) + module
+                row = to_rows([Row(one.params.temperature)], torch.tensor([one.seed]), torch.tensor([position]))
+                scores = decision_scores(rows[module][None], row)[0]
                 assert float(scores[draft]) > float(scores.max()) - 1e-3, f"draft {module + 1}"
                 num_drafts += 1
         return num_entries, num_drafts
-
-
-def _as_of(moment: Moment) -> Request:
-    """The request as it was then."""
-    one = moment.request
-    then = Request("then", list(moment.token_ids), one.params, one.seed, one.max_total_tokens)
-    then.num_prompt_tokens = one.num_prompt_tokens
-    return then
 
 
 def request(prompt: list[int], seed: int, count: int = 14, **settings: Any) -> Request:
@@ -206,7 +180,7 @@ def watched(folder: Path, k: int, seed: int | None = 0, **options: Any) -> Watch
     assert isinstance(llm.engine.runner.proposer, SeveralModulesProposer)
     watch(llm)
     if seed is not None:
-        llm.engine.runner.verifier = RandomVerifier(seed)
+        llm.engine.runner.step.verifier = RandomVerifier(seed)
     return Watched(llm)
 
 
@@ -238,9 +212,9 @@ def test_entries_and_drafts_are_those_of_the_definition(name: str, modules: int,
     count = 12 if chunk == 1 else 14
     for number, group in enumerate(groups):
         there.finish([request(tokens(n, n), n + number, count) for n in group])
-    verifier = there.llm.engine.runner.verifier
+    verifier = there.llm.engine.runner.step.verifier
     if chunk > modules:
-        assert verifier.kept >= {(modules, kept) for kept in range(modules + 1)}
+        assert set(verifier.counts) >= {(modules, kept) for kept in range(modules + 1)}
     num_entries, num_drafts = Definition(there.llm).check(thinned(there.moments, 25))
     assert num_entries > 500
     assert num_drafts > 20 or chunk == 1
@@ -298,6 +272,23 @@ def test_shared_blocks_serve_texts_that_agree_far_enough(name: str, modules: int
     num_entries, num_drafts = Definition(there.llm).check(thinned(there.moments, 40))
     assert num_entries > 1000
     assert num_drafts > 50
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_slot_taken_over_has_none_of_the_states_before(overlap: bool, target: Folder) -> None:
+    """A request begins, behind blocks that it shares, at the very position where the slot's last one ended."""
+    modules = 3
+    there = watched(target("m3", modules), modules, None, prefix_caching=True, max_num_seqs=1)
+    there.llm.engine.overlap = overlap
+    base = tokens(30, 7)
+    there.finish([request(base, 0)])
+    there.finish([request(tokens(10, 8), 2, count=7)])
+    there.moments.clear()
+    later = request([*base[: 16 + modules], 1, 2], 4)
+    there.finish([later])
+    assert later.num_cached_tokens == 16
+    num_entries, num_drafts = Definition(there.llm).check(there.moments)
+    assert num_entries > 500 and num_drafts > 10
 
 
 @pytest.mark.parametrize(("name", "chunk"), [("m3", 5), ("dsa", 512)])
@@ -410,7 +401,7 @@ class TestPower:
         self.run(target)
 
     def test_stale_entries(self, target: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(SeveralModulesProposer, "_lead", lambda self, request, hidden: hidden[:0])
+        monkeypatch.setattr(SeveralModulesProposer, "_keep", lambda *_: None)
         with pytest.raises(AssertionError, match="positions"):
             self.run(target)
         monkeypatch.undo()
@@ -428,12 +419,8 @@ class TestPower:
             definition.check(there.moments)
 
     def test_drafts_from_the_row_before(self, target: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-        choose = SeveralModulesProposer._choose
-
-        def early(self: Any, step: Any, out: Tensor, *rest: Any) -> None:
-            choose(self, step, torch.cat([out[:1], out[:-1]]), *rest)
-
-        monkeypatch.setattr(SeveralModulesProposer, "_choose", early)
+        row_of = several_modules._Window.row_of
+        monkeypatch.setattr(several_modules._Window, "row_of", lambda self, at, items: row_of(self, at - 1, items))
         with pytest.raises(AssertionError, match="draft"):
             self.run(target)
         monkeypatch.undo()

@@ -10,7 +10,7 @@ import pytest
 
 from skipstone.config import make_config, read_spec
 from skipstone.errors import ConfigError
-from skipstone.spec_config import METHODS, SpecConfig, parse_spec
+from skipstone.spec_config import SpecConfig, methods, parse_spec
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_the_short_form(text: str, expected: dict[str, Any]) -> None:
     assert parse_spec(text) == SpecConfig(**expected)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", methods())
 def test_every_method_parses_alone(method: str) -> None:
     assert parse_spec(method).method == method
 

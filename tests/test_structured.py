@@ -65,17 +65,19 @@ def by_hand(folder: Path, script: Script | None = None, texts: Texts | None = No
 def planned(llm: LLM) -> list[tuple[Request, int]]:
     """Will hold every request's drafts of every step from now on."""
     seen: list[tuple[Request, int]] = []
-    execute = llm.engine.runner.execute
+    engine = llm.engine
+    start = engine.runner.start
 
     def watched(plan: StepPlan) -> Any:
-        for item in plan.scheduled:
-            if item.request.num_output_tokens:
-                seen.append((item.request, item.num_drafts))
-                drafts = item.request.drafts[: item.num_drafts]
-                assert item.request.grammar is None or item.request.grammar.legal(drafts) == len(drafts)
-        return execute(plan)
+        for item in plan.items:
+            request = engine.scheduler.owner(item)
+            if request is not None and request.num_output_tokens:
+                seen.append((request, item.num_drafts))
+                drafts = request.drafts[: item.num_drafts]
+                assert request.grammar is None or request.grammar.legal(drafts) == len(drafts)
+        return start(plan)
 
-    llm.engine.runner.execute = watched  # type: ignore[method-assign]
+    engine.runner.start = watched  # type: ignore[method-assign]
     return seen
 
 
@@ -113,7 +115,9 @@ class TestDrafts:
         assert found.results == expected.results
         for (_, params), share in zip(jobs, found.shares, strict=True):
             assert share is not None
-            if params.regex is not None:
+            if params.regex is None:
+                assert share.drafted_per_position[index] >= 3
+            else:
                 assert share.drafted_per_position[:index] == share.accepted_per_position[:index]
                 assert not any(share.drafted_per_position[index:])
                 assert share.accepted >= 3 * index
@@ -157,6 +161,45 @@ class TestDrafts:
         assert found.accepted > 0
         for request in {request for request, _ in seen if request.grammar is not None}:
             assert request.grammar.text == request.output_token_ids
+
+    @pytest.mark.parametrize("index", [None, *range(K)])
+    def test_steps_that_are_started_ahead(self, index: int | None, folders: AsciiFolders) -> None:
+        """Such a step runs the rows of illegal drafts as well; they are none of the counters."""
+        jobs = one_each(1 + 3 * (K + 1) + 3)
+        expected = run(by_hand(folders.target("m3")), jobs)
+        script = any_drafts(3) if index is None else changed_at(index, legal=False)
+        llm = by_hand(folders.target("m3"), script, expected.texts)
+        llm.engine.overlap = True
+        found = run(llm, jobs)
+        assert found.results == expected.results
+        if index is not None:
+            for (_, params), share in zip(jobs, found.shares, strict=True):
+                assert share is not None
+                assert share.accepted >= 3 * index
+                assert params.regex is None or not any(share.drafted_per_position[index:])
+
+    @pytest.mark.parametrize("failing", ["start", "finish"])
+    @pytest.mark.parametrize("call", range(5, 8))
+    def test_a_failed_step_leaves_nothing_behind(
+        self, failing: str, call: int, folders: AsciiFolders, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Also one that was started ahead and waits for its masks."""
+        jobs = one_each(20)
+        expected = run(by_hand(folders.target("m3")), jobs)
+        llm = by_hand(folders.target("m3"), any_drafts(3), expected.texts)
+        llm.engine.overlap = True
+        work, calls = getattr(llm.engine.runner, failing), itertools.count()
+
+        def broken(*arguments: Any) -> Any:
+            if next(calls) == call:
+                raise ValueError("out of luck")
+            return work(*arguments)
+
+        monkeypatch.setattr(llm.engine.runner, failing, broken)
+        with pytest.raises(ValueError, match="out of luck"):
+            run(llm, jobs)
+        llm.close()
+        assert run(llm, jobs).results == expected.results
 
 
 def with_changes(params: SamplingParams, **changes: Any) -> SamplingParams:
@@ -436,15 +479,17 @@ def demo_alone() -> Run:
 
 
 @pytest.mark.parametrize(
-    ("spec", "kept"), [("mtp:3", 0.3), ("eagle3:{eagle3}:5", 0.2), ("dflash:{dflash}:7", 0.1), ("ngram:4", 0.0)]
+    ("spec", "kept", "steps"),
+    [("mtp:3", 0.3, 16), ("eagle3:{eagle3}:5", 0.2, 17), ("dflash:{dflash}:7", 0.1, 18), ("ngram:4", 0.0, 24)],
 )
-def test_trained_drafters_change_nothing_either(spec: str, kept: float, demo_alone: Run) -> None:
+def test_trained_drafters_change_nothing_either(spec: str, kept: float, steps: int, demo_alone: Run) -> None:
     """Prompts in chunks; acceptance of constrained texts is far from none."""
     heads = {method: str(folder) for method, folder in heads_beside(locate("demo")).items()}
     llm = LLM(model="demo", spec=spec.format(**heads), dtype="float32", max_num_batched_tokens=48)
     found = run(llm, demo_jobs(llm))
     assert found.results == demo_alone.results
     assert found.accepted >= kept * found.drafted
+    assert llm.engine.stats.steps <= steps  # drafts are drawn under the grammar's masks
 
 
 class TestValidity:

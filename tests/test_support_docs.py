@@ -122,7 +122,7 @@ def matrix(folders: Folders) -> str:
     """Targets by proposers; every cell runs."""
     lines = ["| target | proposer | attention of the draft layers | k |", "|---|---|---|---|"]
     for name, title in TARGETS.items():
-        for method in PROPOSERS.entries:
+        for method in PROPOSERS:
             for several in (False, True) if method == "mtp" else (False,):
                 folder = folders.root / (f"{name}-several" if several else name)
                 modules = (", two modules" if several else ", one module") if method == "mtp" else ""

@@ -114,19 +114,17 @@ class Clock:
         self.now, self.slowness = 0.0, 1.0
         self.stalls: Callable[[StepPlan], float] = lambda step: 0.0
         monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: self.now))
-        execute, propose = ModelRunner._execute, HiddenStateProposer.propose
+        start, propose = ModelRunner.start, HiddenStateProposer.propose
 
-        def slow_execute(runner: ModelRunner, step: StepPlan) -> StepHandle:
-            self.now += self.slowness * (0.010 + 0.001 * step.num_rows) + self.stalls(step)
-            return execute(runner, step)
+        def slow_start(runner: ModelRunner, plan: StepPlan) -> StepHandle:
+            self.now += self.slowness * (0.010 + 0.001 * plan.num_rows) + self.stalls(plan)
+            return start(runner, plan)
 
         def slow_propose(proposer: HiddenStateProposer, step: Any) -> Any:
-            wanted = [request.wanted for request in step.requests]
-            drafts = max(max(wanted) - 1, 0)
-            self.now += self.slowness * (0.002 + 0.0005 * len(step.batch.input_ids) + 0.003 * drafts)
+            self.now += self.slowness * (0.002 + 0.0005 * len(step.batch.input_ids) + 0.003 * max(step.k - 1, 0))
             return propose(proposer, step)
 
-        monkeypatch.setattr(ModelRunner, "_execute", slow_execute)
+        monkeypatch.setattr(ModelRunner, "start", slow_start)
         monkeypatch.setattr(HiddenStateProposer, "propose", slow_propose)
 
 
@@ -167,7 +165,7 @@ def test_steps_that_the_machine_held_up_decide_nothing(
 
     def stalls(step: StepPlan) -> float:
         nonlocal seen
-        decoding = all(item.request.num_output_tokens > 1 for item in step.scheduled)
+        decoding = all(item.start > 16 for item in step.items)
         seen += decoding and step.num_rows == rows
         return 0.5 if decoding and step.num_rows == rows and seen <= count else 0.0
 

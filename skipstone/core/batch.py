@@ -9,12 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import torch
+import numpy as np
 from torch import Tensor
 
 SPARE_BLOCK = 0  # padding rows write here; never read
 ZERO_BLOCK = 1  # all zeros, never written; read in place of a block that a request does not have
 FIRST_BLOCK = 2  # the first block that requests can own
+ALIGNMENT = 16  # bytes: kernels are compiled once more for tensors that begin elsewhere
 PAD = -1  # the one sentinel of device tensors: no slot, no selected key, no token. Never reaches a gather.
 
 
@@ -38,27 +39,41 @@ class Batch:
     slot_block: Tensor  # [T] int64, the block that takes each row's keys; SPARE_BLOCK for padding rows
     slot_offset: Tensor  # [T] int64, the row's place in that block
     block_table: Tensor  # [R, max_blocks] int64
-    logits_indices: Tensor  # [L] int64
     spans: list[Span]
     max_seq_len: int
 
-    def advanced(self, block_size: int) -> Batch:
-        """The batch of the next draft step: every request's one row moves to the next position.
-
-        The block tables must reach that far. Equals a batch that is built from scratch.
-        """
-        positions = self.positions + 1
-        block = self.block_table.gather(1, (positions // block_size)[:, None])[:, 0]
-        spans = [span._replace(positions=span.positions + 1) for span in self.spans]
+    def take(self, rows: Tensor, requests: Tensor, spans: list[Span]) -> Batch:
+        """The batch of some rows [K] alone, which belong to these requests; `spans` are of the new rows."""
         return replace(
             self,
-            positions=positions,
-            seq_lens=self.seq_lens + 1,
-            slot_block=torch.where(block == ZERO_BLOCK, SPARE_BLOCK, block),
-            slot_offset=positions % block_size,
+            input_ids=self.input_ids[rows],
+            positions=self.positions[rows],
+            seq_lens=self.seq_lens[requests],
+            slot_block=self.slot_block[rows],
+            slot_offset=self.slot_offset[rows],
+            block_table=self.block_table[requests],
             spans=spans,
-            max_seq_len=self.max_seq_len + 1,
         )
+
+
+def make_spans(counts: np.ndarray, seen: Tensor, table: Tensor) -> list[Span]:
+    """Spans of R requests with `counts` [R] rows each, of which row t sees positions up to seen[t].
+
+    Neighbouring requests with equally many rows share one; `table` [R, blocks] is their block tables.
+    """
+    spans, row, first = [], 0, 0
+    while first < len(counts):
+        query_len, last = int(counts[first]), first + 1
+        while last < len(counts) and counts[last] == query_len:
+            last += 1
+        rows = slice(row, row + (last - first) * query_len)
+        requests = slice(first, last)
+        part = seen[rows]
+        if part.data_ptr() % ALIGNMENT:
+            part = part.clone()
+        spans.append(Span(requests, rows, query_len, part.view(last - first, query_len), table[requests]))
+        row, first = rows.stop, last
+    return spans
 
 
 class Selection(NamedTuple):
@@ -73,18 +88,18 @@ class Selection(NamedTuple):
 
 
 class Penalties(NamedTuple):
-    """Penalties of the P rows that have any, with the tokens seen so far as flat (row, token) pairs.
+    """Penalties of the P rows that have any, with the tokens before each of them.
 
-    `history_row` indexes into these P rows. Prompt tokens count for the repetition penalty only.
+    Prompt tokens count for the repetition penalty only.
     """
 
     rows: Tensor  # [P] int64, index into the L sampled rows
     repetition: Tensor  # [P] float32
     presence: Tensor  # [P] float32
     frequency: Tensor  # [P] float32
-    history_row: Tensor  # [N] int64
-    history_token: Tensor  # [N] int64
-    history_is_output: Tensor  # [N] bool
+    tokens: Tensor  # [P, W] integers, of which those at `length` and behind, and PAD, do not count
+    length: Tensor  # [P] int64
+    num_prompt: Tensor  # [P] int64, how many of them are the prompt
 
 
 class TokenValues(NamedTuple):

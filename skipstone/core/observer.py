@@ -37,8 +37,11 @@ class Observer:
     wants_runs = True
     """Whether `on_runs` is to be called; the scores it is given cost a pass over the logits.
 
-    Where not, selections of the last layer may be those of the rows with logits only.
+    May change between steps. While it holds, no step is a graph or started early; while not, selections of the last
+    layer may be those of the rows with logits only, and steps that are graphs tell nothing.
     """
+    wants_phases = True
+    """Whether a GPU is waited for at the end of each part, as its time is not known otherwise."""
 
     def on_selection(self, layer: int, selection: Selection) -> None:
         """A sparse layer of the target has chosen the keys of every row of the step's batch."""

@@ -8,14 +8,20 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
+from skipstone.config import PositiveInt, options_of
 from skipstone.core.grammar import Grammar
 from skipstone.core.speculation import SpeculationStats
 from skipstone.errors import RequestError
 
-MAX_TOP_LOGPROBS = 20
+LARGEST = 2**63 - 1
+Count = Annotated[int, Meta(ge=0)]
+Seed = Annotated[int, Meta(ge=0, le=LARGEST)]
+NumLogprobs = Annotated[int, Meta(ge=-1, le=20)]
 STRUCTURED_FIELDS = ("json_schema", "regex", "grammar", "choice")
 
 
@@ -30,37 +36,57 @@ class FinishReason(enum.Enum):
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the tokens of one request are chosen. Names and meanings are those of the OpenAI API and vLLM.
 
-    `max_tokens` None: as many as the context holds. `top_k` 0 or -1: off. `seed` None: a random one is drawn.
-    `logprobs` n: the chosen token and the n likeliest per position, -1: the whole vocabulary; the distribution is the
-    model's own (before temperature, penalties and truncation). `num_speculative_tokens`: drafts per step, None: the
-    engine's choice; it changes the speed, never the text. At most one of `json_schema` (JSON text), `regex`, `grammar`
-    (Lark) and `choice` constrains the whole text.
+    Ranges and meanings stand here alone: flags, messages and the API's fields are made from them. `seed` None: a random
+    one is drawn. `logprobs` n: the chosen token and the n likeliest per position; the distribution is the model's own
+    (before temperature, penalties and truncation). `num_speculative_tokens` None: the engine's choice. At most one of
+    `json_schema`, `regex`, `grammar` and `choice` constrains the whole text.
     """
 
-    n: int = 1
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] = {}
-    max_tokens: int | None = None
-    min_tokens: int = 0
-    stop: str | list[str] = []
-    stop_token_ids: list[int] = []
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    seed: int | None = None
-    skip_special_tokens: bool = True
-    num_speculative_tokens: int | None = None
-    json_schema: str | None = None
-    regex: str | None = None
-    grammar: str | None = None
-    choice: str | list[str] = []
+    n: Annotated[int, Meta(ge=1, le=128, description="answers per prompt")] = 1
+    temperature: Annotated[
+        float, Meta(ge=0, le=100, description="0: always the likeliest token; 1: the model's own distribution")
+    ] = 1.0
+    top_k: Annotated[int, Meta(ge=-1, le=LARGEST, description="only the k likeliest tokens; 0 or -1: all")] = 0
+    top_p: Annotated[
+        float, Meta(gt=0, le=1, description="only the likeliest tokens that hold this probability together")
+    ] = 1.0
+    min_p: Annotated[
+        float, Meta(ge=0, le=1, description="only tokens with at least this share of the likeliest one's probability")
+    ] = 0.0
+    repetition_penalty: Annotated[
+        float, Meta(gt=0, description="divides the scores of tokens already seen, prompt included")
+    ] = 1.0
+    presence_penalty: Annotated[
+        float, Meta(ge=-2, le=2, description="subtracted once from tokens already generated")
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float, Meta(ge=-2, le=2, description="subtracted for every time a token was generated")
+    ] = 0.0
+    logit_bias: Annotated[
+        dict[int, float], Meta(description="ID=BIAS, added to the score of a token; may be repeated")
+    ] = {}
+    max_tokens: Annotated[
+        PositiveInt | None, Meta(description="most tokens of an answer; none: up to the context length")
+    ] = None
+    min_tokens: Annotated[Count, Meta(description="no end of text before this many tokens")] = 0
+    stop: Annotated[str | list[str], Meta(description="end at this text; may be repeated")] = []
+    stop_token_ids: Annotated[list[int], Meta(description="end at these token ids, as 5,6; may be repeated")] = []
+    include_stop_str_in_output: Annotated[bool, Meta(description="keep the stop text in the answer")] = False
+    ignore_eos: Annotated[bool, Meta(description="go on after an end-of-text token")] = False
+    logprobs: Annotated[
+        NumLogprobs | None, Meta(description="log-probabilities of each token and of the N likeliest; -1: all")
+    ] = None
+    prompt_logprobs: Annotated[NumLogprobs | None, Meta(description="the same for the tokens of the prompt")] = None
+    seed: Annotated[Seed | None, Meta(description="equal seeds give equal answers")] = None
+    skip_special_tokens: Annotated[bool, Meta(description="leave special tokens out of the text")] = True
+    num_speculative_tokens: Annotated[
+        Count | None,
+        Meta(description="drafts per step, at most the engine's; 0: none. Changes the speed, never the text"),
+    ] = None
+    json_schema: Annotated[str | None, Meta(description="the text is JSON that fits this schema (JSON text)")] = None
+    regex: Annotated[str | None, Meta(description="the text matches this regular expression")] = None
+    grammar: Annotated[str | None, Meta(description="the text fits this Lark grammar")] = None
+    choice: Annotated[str | list[str], Meta(description="the text is one of these; may be repeated")] = []
 
     @property
     def stop_strings(self) -> list[str]:
@@ -82,10 +108,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def validate(self, vocab_size: int) -> None:
         """Raise RequestError naming the first bad field, its value and what is allowed."""
-        self._check_types()
-        for name, ok, allowed in _range_checks(self):
-            if not ok:
-                raise RequestError(f"{name}={getattr(self, name)!r} is out of range; it must be {allowed}")
+        self._check_values()
         if any(not text for text in self.stop_strings):
             raise RequestError("stop contains an empty string, which would end every text at once; remove it")
         for name in ("stop_token_ids", "logit_bias"):
@@ -116,44 +139,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if self.choice == "" or any(not option for option in self.choice):
             raise RequestError("choice contains an empty string; remove it")
 
-    def _check_types(self) -> None:
+    def _check_values(self) -> None:
         """A struct made in Python holds whatever it was given; hold it to the annotations, as decoded JSON is."""
+        values = {name: getattr(self, name) for name in self.__struct_fields__}
+        name, problem = "", ""
         try:
-            msgspec.convert({name: getattr(self, name) for name in self.__struct_fields__}, SamplingParams)
+            msgspec.convert(values, type(self))
+            name = next((name for name, x in values.items() if isinstance(x, float) and not math.isfinite(x)), "")
         except msgspec.ValidationError as error:
             text, _, path = str(error).partition(" - at ")
-            text += " as a key" if path.startswith("`key`") else ""
             name = path.partition("$.")[2].rstrip("`").split("[")[0]
-            raise RequestError(f"{name}={getattr(self, name, None)!r} has the wrong type: {text}") from None
-
-
-def _range_checks(params: SamplingParams) -> list[tuple[str, bool, str]]:
-    """(field, whether its value is allowed, what is allowed) for each numeric field; NaN is never allowed."""
-    logprob_range = f"between 0 and {MAX_TOP_LOGPROBS}, or -1 for the whole vocabulary"
-
-    def logprobs_ok(value: int | None) -> bool:
-        return value is None or -1 <= value <= MAX_TOP_LOGPROBS
-
-    return [
-        ("n", 1 <= params.n <= 128, "between 1 and 128"),
-        ("temperature", 0 <= params.temperature <= 100, "between 0 (greedy) and 100"),
-        ("top_k", -1 <= params.top_k < 2**63, "a number of tokens below 2^63, or 0 for no limit"),
-        ("top_p", 0 < params.top_p <= 1, "above 0 and at most 1"),
-        ("min_p", 0 <= params.min_p <= 1, "between 0 and 1"),
-        ("repetition_penalty", 0 < params.repetition_penalty < math.inf, "above 0; 1 means none"),
-        ("presence_penalty", -2 <= params.presence_penalty <= 2, "between -2 and 2"),
-        ("frequency_penalty", -2 <= params.frequency_penalty <= 2, "between -2 and 2"),
-        ("max_tokens", params.max_tokens is None or params.max_tokens >= 1, "at least 1"),
-        ("min_tokens", params.min_tokens >= 0, "at least 0"),
-        ("logprobs", logprobs_ok(params.logprobs), logprob_range),
-        ("prompt_logprobs", logprobs_ok(params.prompt_logprobs), logprob_range),
-        (
-            "num_speculative_tokens",
-            params.num_speculative_tokens is None or params.num_speculative_tokens >= 0,
-            "at least 0; 0 means no speculation",
-        ),
-        ("seed", params.seed is None or 0 <= params.seed < 2**63, "between 0 and 2^63 - 1"),
-    ]
+            if ", got " in text:
+                problem = f"has the wrong type: {text}" + (" as a key" if path.startswith("`key`") else "")
+        if name:
+            allowed = f"is out of range; it must be {options_of(type(self))[name].allowed}"
+            raise RequestError(f"{name}={getattr(self, name)!r} {problem or allowed}")
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
@@ -172,8 +172,7 @@ class Request:
 
     `token_ids` holds the prompt and every committed token. KV is valid at positions below `num_computed_tokens`.
     `drafts` are unverified guesses for the positions after the last committed token, at most `max_drafts` of them; the
-    proposer's own caches are valid below `num_draft_computed`. `epoch` counts preemptions and aborts, so that a result
-    of an older epoch can be dropped.
+    proposer's own caches are valid below `num_draft_computed`.
     """
 
     request_id: str
@@ -193,7 +192,6 @@ class Request:
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     first_parent: bytes = b""  # what the hash of the first block goes on from: equal for those who share cached blocks
-    epoch: int = 0
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None

@@ -1,8 +1,7 @@
-"""How rows choose their tokens: from sampling parameters and tokens seen so far to the tensors of `SamplingRows`."""
+"""How the rows of a step choose their tokens: the settings of their requests, from the sequence table."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -10,105 +9,110 @@ import torch
 from torch import Tensor
 
 from skipstone.core.batch import Penalties, SamplingRows, TokenValues
-from skipstone.core.request import Request
+from skipstone.core.request import SamplingParams
+from skipstone.core.sequence_table import (
+    FREQUENCY,
+    MIN_P,
+    NUM_PROMPT,
+    PRESENCE,
+    REPETITION,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    SequenceTable,
+    SlotRows,
+)
+
+ALWAYS = 1 << 62  # a position that no row reaches
 
 
-class SampledRow(NamedTuple):
-    """A row that chooses the token after the request's committed tokens and `further` ones: drafts, or verified."""
+class TokenBias(NamedTuple):
+    """Values that are added to some tokens' logits at positions below `until`, as arrays of one length."""
 
-    request: Request
-    further: list[int]
+    token_ids: np.ndarray  # int64
+    values: np.ndarray  # float64
+    until: np.ndarray  # int64
+
+
+class Features:
+    """What one request's sampling needs beyond a temperature; constant while it runs."""
+
+    def __init__(self, params: SamplingParams, end_token_ids: list[int], num_prompt_tokens: int) -> None:
+        self.greedy = params.greedy
+        self.truncated = not params.greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
+        self.penalized = bool(params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty)
+        self.constrained = params.structured_output is not None
+        self.logprobs, self.prompt_logprobs = params.logprobs, params.prompt_logprobs
+        least = num_prompt_tokens + params.min_tokens
+        banned = end_token_ids if params.min_tokens else []
+        entries = [(token, value, ALWAYS) for token, value in params.logit_bias.items()]
+        entries += [(token, -np.inf, least) for token in banned]
+        ids, values, until = zip(*entries, strict=True) if entries else ((), (), ())
+        bias = TokenBias(np.array(ids, np.int64), np.array(values, np.float64), np.array(until, np.int64))
+        self.bias = bias if entries else None
 
     @property
-    def position(self) -> int:
-        """Of the token to be chosen."""
-        return len(self.request.token_ids) + len(self.further)
+    def plain(self) -> bool:
+        """Whether temperature, top-k, top-p and min-p are all there is."""
+        return not self.penalized and self.bias is None and self.logprobs is None and not self.constrained
 
 
-def _moved(values: Sequence[float] | np.ndarray | Tensor, dtype: torch.dtype) -> Tensor:
-    """`values` on the device that tensors are made on, by a copy that does not wait for what runs there."""
-    host = torch.as_tensor(values, dtype=dtype, device="cpu")
-    device = torch.get_default_device()
-    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+class RowFeatures:
+    """The features of N rows that choose a token, `item` [N] naming the request of each on the host.
 
+    Made once for the rows that verify, and once for those that draft.
+    """
 
-def sampling_rows(rows: list[SampledRow]) -> SamplingRows:
-    """Every row sees its own tokens only, so that verified rows and draft rows choose by the same rules."""
-    requests = [row.request for row in rows]
-    params = [request.params for request in requests]
-    top_k = [p.top_k for p in params]
-    top_p = [p.top_p for p in params]
-    min_p = [p.min_p for p in params]
-    return SamplingRows(
-        seed=_moved([request.seed for request in requests], torch.int64),
-        position=_moved([row.position for row in rows], torch.int64),
-        temperature=_moved([0.0 if p.greedy else p.temperature for p in params], torch.float32),
-        top_k=_moved(top_k, torch.int64).clamp_(min=0) if any(k > 0 for k in top_k) else None,
-        top_p=_moved(top_p, torch.float32) if any(p < 1 for p in top_p) else None,
-        min_p=_moved(min_p, torch.float32) if any(p > 0 for p in min_p) else None,
-        penalties=_penalties(rows),
-        bias=_bias(rows),
-        all_greedy=all(p.greedy for p in params),
-        allowed=_allowed(rows),
-    )
+    def __init__(self, table: SequenceTable, item: np.ndarray, features: list[Features], width: int) -> None:
+        self.table, self.width = table, width
+        self.all_greedy = all(each.greedy for each in features)
+        self.truncated = any(each.truncated for each in features)
+        self.penalized: Tensor | None = None  # [P] rows
+        self.bias: tuple[Tensor, Tensor, Tensor, Tensor] | None = None  # row, token, value, until
+        if any(each.penalized for each in features):
+            self.penalized = table.moved(np.array([each.penalized for each in features])[item].nonzero()[0])
+        if any(each.bias is not None for each in features):
+            biased = [(row, features[i].bias) for row, i in enumerate(item)]
+            parts = [(np.full(len(b.token_ids), row), *b) for row, b in biased if b is not None]
+            rows, ids, values, until = (np.concatenate(column) for column in zip(*parts, strict=True))
+            whole = table.moved(np.stack([rows, ids, values.astype(np.float64).view(np.int64), until]))
+            self.bias = (whole[0], whole[1], whole[2].view(torch.float64).float(), whole[3])
 
+    def rows(
+        self, at: SlotRows, slots: Tensor, position: Tensor, allowed: Tensor | None = None, greedy: bool = False
+    ) -> SamplingRows:
+        """The tensors of the sampling ops; `at`, `slots` and `position`, of the token to be chosen, are by row [N]."""
+        temperature = at.fractions(TEMPERATURE)
+        rows = SamplingRows(
+            seed=at.seed,
+            position=position,
+            temperature=torch.zeros_like(temperature) if greedy else temperature,
+            top_k=None,
+            top_p=None,
+            min_p=None,
+            penalties=self._penalties(at, slots, position),
+            bias=self._bias(position),
+            all_greedy=self.all_greedy or greedy,
+            allowed=allowed,
+        )
+        if self.truncated and not greedy:
+            rows = rows._replace(
+                top_k=at.integers(TOP_K).contiguous(), top_p=at.fractions(TOP_P), min_p=at.fractions(MIN_P)
+            )
+        return rows
 
-def _allowed(rows: list[SampledRow]) -> Tensor | None:
-    """Masks of the rows' grammars. A row behind an illegal draft is never emitted, so it may choose anything."""
-    masks = [_mask(row) if row.request.grammar is not None else None for row in rows]
-    vocab_size = next((len(mask) for mask in masks if mask is not None), None)
-    if vocab_size is None:
-        return None
-    anything = torch.ones(vocab_size, dtype=torch.bool, device="cpu")
-    return _moved(torch.stack([anything if mask is None else mask for mask in masks]), torch.bool)
+    def _penalties(self, at: SlotRows, slots: Tensor, position: Tensor) -> Penalties | None:
+        if self.penalized is None:
+            return None
+        chosen = self.penalized
+        at = at.take(chosen)
+        # Drafts stand behind the committed tokens, so all that is before a row's token is in its request's row.
+        tokens = self.table.tokens[:, : self.width][slots[chosen]]
+        penalties = (at.fractions(REPETITION), at.fractions(PRESENCE), at.fractions(FREQUENCY))
+        return Penalties(chosen, *penalties, tokens, position[chosen], at.integers(NUM_PROMPT))
 
-
-def _mask(row: SampledRow) -> Tensor | None:
-    request = row.request
-    assert request.grammar is not None
-    mask = request.grammar.allowed(row.further)
-    if mask is not None and request.params.ignore_eos:
-        going_on = mask.clone()
-        going_on[sorted(request.eos_token_ids)] = False
-        mask = going_on if going_on.any() else mask  # a text that can go on does
-    return mask
-
-
-def _penalties(rows: list[SampledRow]) -> Penalties | None:
-    chosen: list[tuple[int, float, float, float]] = []
-    history_row, history_token, history_is_output = [], [], []
-    for i, row in enumerate(rows):
-        params = row.request.params
-        if params.repetition_penalty == 1.0 and not params.presence_penalty and not params.frequency_penalty:
-            continue
-        tokens = row.request.token_ids + row.further
-        history_row.append(np.full(len(tokens), len(chosen)))
-        history_token.append(np.array(tokens, dtype=np.int64))
-        history_is_output.append(np.arange(len(tokens)) >= row.request.num_prompt_tokens)
-        chosen.append((i, params.repetition_penalty, params.presence_penalty, params.frequency_penalty))
-    if not chosen:
-        return None
-    index, repetition, presence, frequency = zip(*chosen, strict=True)
-    return Penalties(
-        _moved(index, torch.int64),
-        _moved(repetition, torch.float32),
-        _moved(presence, torch.float32),
-        _moved(frequency, torch.float32),
-        _moved(np.concatenate(history_row), torch.int64),
-        _moved(np.concatenate(history_token), torch.int64),
-        _moved(np.concatenate(history_is_output), torch.bool),
-    )
-
-
-def _bias(rows: list[SampledRow]) -> TokenValues | None:
-    """Logit bias, and -inf for every id that would end the text before `min_tokens`."""
-    entries: list[tuple[int, int, float]] = []
-    for i, row in enumerate(rows):
-        request = row.request
-        entries += [(i, token, value) for token, value in request.params.logit_bias.items()]
-        if request.num_output_tokens + len(row.further) < request.params.min_tokens:
-            entries += [(i, token, -float("inf")) for token in request.banned_token_ids]
-    if not entries:
-        return None
-    index, tokens, values = zip(*entries, strict=True)
-    return TokenValues(_moved(index, torch.int64), _moved(tokens, torch.int64), _moved(values, torch.float32))
+    def _bias(self, position: Tensor) -> TokenValues | None:
+        if self.bias is None:
+            return None
+        row, token, value, until = self.bias
+        return TokenValues(row, token, torch.where(position[row] < until, value, 0.0))

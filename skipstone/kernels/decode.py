@@ -1,4 +1,4 @@
-"""What surrounds the model in a decode step on the device, in Triton: one launch each, a program per request."""
+"""What surrounds the model in a step, in Triton: one launch each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from skipstone.core.batch import PAD, SPARE_BLOCK, ZERO_BLOCK
-from skipstone.kernels.reference.decode import UNIFORM_STREAM, Accepted, DecodeRows
+from skipstone.kernels.reference.decode import UNIFORM_STREAM, Accepted, PlacedRows
 from skipstone.kernels.sampling import _gumbel, _noise_bits
 
 NONE = tl.constexpr(PAD)
@@ -17,35 +17,88 @@ ZERO = tl.constexpr(ZERO_BLOCK)
 COIN_STREAM = tl.constexpr(UNIFORM_STREAM)
 
 
-def decode_rows(token_ids: Tensor, start: Tensor, limit: Tensor, table: Tensor, block_size: int) -> DecodeRows:
+ROWS = 128  # of a program
+
+
+def step_rows(
+    tokens: Tensor,
+    slots: Tensor,
+    start: Tensor,
+    end: Tensor,
+    table: Tensor,
+    row_item: Tensor,
+    row_offset: Tensor,
+    block_size: int,
+) -> PlacedRows:
+    """See `kernels.reference.decode.step_rows`."""
+    count = len(row_item)
+    ids, places, seen, blocks, offsets = torch.empty(5, count, dtype=torch.int64, device=start.device)
+    lens = torch.empty(len(start), dtype=torch.int64, device=start.device)
+    _step_rows_kernel[(triton.cdiv(count, ROWS),)](
+        tokens, slots, start, end, table, row_item, row_offset, ids, places, seen, blocks, offsets, lens,
+        count, tokens.stride(0), slots.stride(0), start.stride(0), table.stride(0), BLOCK_SIZE=block_size, ROWS=ROWS,
+        num_warps=4,
+    )  # fmt: skip
+    return PlacedRows(ids, places, seen, blocks, offsets, lens)
+
+
+@triton.jit(do_not_specialize=["count", "token_stride", "slot_stride", "start_stride", "table_stride"])
+def _step_rows_kernel(
+    token_ptr,  # [S, W] int32
+    slot_ptr,  # [R] int64
+    start_ptr,  # [R] int64
+    end_ptr,  # [R] int64
+    table_ptr,  # [R, blocks] int64
+    item_ptr,  # [T] int64
+    row_offset_ptr,  # [T] int64
+    ids_ptr,  # [T] int64
+    place_ptr,  # [T] int64
+    seen_ptr,  # [T] int64
+    block_ptr,  # [T] int64
+    offset_ptr,  # [T] int64
+    len_ptr,  # [R] int64
+    count,
+    token_stride,
+    slot_stride,
+    start_stride,
+    table_stride,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = row < count
+    item = tl.load(item_ptr + row, mask=inside, other=0)
+    row_offset = tl.load(row_offset_ptr + row, mask=inside, other=0)
+    start = tl.load(start_ptr + item * start_stride, mask=inside, other=-1)
+    end = tl.load(end_ptr + item, mask=inside, other=0)
+    slot = tl.load(slot_ptr + item * slot_stride, mask=inside, other=0)
+    position = start + row_offset
+    real = inside & (start >= 0) & (position < end)
+    place = tl.where(real, position, 0)
+    token = tl.load(token_ptr + slot * token_stride + place, mask=real, other=0).to(tl.int64)
+    block = tl.load(table_ptr + item * table_stride + place // BLOCK_SIZE, mask=real, other=ZERO)
+    tl.store(ids_ptr + row, tl.maximum(token, 0), mask=inside)
+    tl.store(place_ptr + row, place, mask=inside)
+    tl.store(seen_ptr + row, tl.where(real, position, NONE), mask=inside)
+    tl.store(block_ptr + row, tl.where(real & (block != ZERO), block, SPARE), mask=inside)
+    tl.store(offset_ptr + row, place % BLOCK_SIZE, mask=inside)
+    first = inside & (row_offset == 0)
+    tl.store(len_ptr + item, tl.where(start >= 0, end, 0), mask=first)
+
+
+def decode_rows(token_ids: Tensor, start: Tensor, end: Tensor, table: Tensor, block_size: int) -> PlacedRows:
     """See `kernels.reference.decode.decode_rows`."""
     requests, n = token_ids.shape
-    ids, places, blocks, offsets = torch.empty(4, requests * n, dtype=torch.int64, device=token_ids.device)
-    seen = torch.empty(requests, n, dtype=torch.int64, device=token_ids.device)
+    ids, places, seen, blocks, offsets = torch.empty(5, requests * n, dtype=torch.int64, device=token_ids.device)
     lens = torch.empty(requests, dtype=torch.int64, device=token_ids.device)
+    if not requests:
+        return PlacedRows(ids, places, seen, blocks, offsets, lens)
     _rows_kernel[(requests,)](
-        token_ids,
-        start,
-        limit,
-        table,
-        ids,
-        places,
-        seen,
-        blocks,
-        offsets,
-        lens,
-        token_ids.stride(0),
-        token_ids.stride(1),
-        start.stride(0),
-        limit.stride(0),
-        table.stride(0),
-        table.stride(1),
-        N=n,
-        BLOCK_N=triton.next_power_of_2(n),
-        BLOCK_SIZE=block_size,
-        num_warps=1,
-    )
-    return DecodeRows(ids, places, seen, blocks, offsets, lens)
+        token_ids, start, end, table, ids, places, seen, blocks, offsets, lens,
+        token_ids.stride(0), token_ids.stride(1), start.stride(0), end.stride(0), table.stride(0), table.stride(1),
+        N=n, BLOCK_N=triton.next_power_of_2(n), BLOCK_SIZE=block_size, num_warps=1,
+    )  # fmt: skip
+    return PlacedRows(ids, places, seen, blocks, offsets, lens)
 
 
 @triton.jit(do_not_specialize=["token_stride", "start_stride", "limit_stride", "table_stride"])
@@ -97,6 +150,8 @@ def accept(
     requests, n = tokens.shape
     emitted, following = torch.empty(2, requests, n, dtype=torch.int64, device=tokens.device)
     count, next_start = torch.empty(2, requests, dtype=torch.int64, device=tokens.device)
+    if not requests:
+        return Accepted(count, emitted, following, next_start)
     _accept_kernel[(requests,)](
         tokens.contiguous(),
         token_ids,

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from skipstone.kernels.reference.decode import Accepted, DecodeRows
+from skipstone.kernels.reference.decode import Accepted, PlacedRows
 from skipstone.registry import KERNELS
 
 Implementation = Literal["reference", "triton", "numba"]
@@ -44,7 +44,8 @@ class Ops:
     prefill_page_table: Callable[..., Any]
     paged_attention: Callable[..., Tensor]
     sample: Callable[..., Tensor]
-    decode_rows: Callable[..., DecodeRows]
+    step_rows: Callable[..., PlacedRows]
+    decode_rows: Callable[..., PlacedRows]
     accept: Callable[..., Accepted]
 
     @property

@@ -1,8 +1,10 @@
-"""What every model offers the engine, and how its config keys are read."""
+"""What every model offers the engine: the stack of decoder layers, and what draft heads must have."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -10,63 +12,51 @@ from torch import Tensor, nn
 from skipstone.attention.backend import AttentionStep, SparseSettings
 from skipstone.core.batch import Batch
 from skipstone.core.kv_cache import CacheSpec
-from skipstone.errors import ConfigError
-from skipstone.layers.linear import Linear
+from skipstone.kernels.reference.pointwise import SILU, GatedActivation
+from skipstone.layers.feed_forward import GatedMLP, MixtureOfExperts, Router
+from skipstone.layers.linear import Linear, RMSNorm
+from skipstone.layers.rotary import RotarySettings
 
 MTP_MODULE = "MTP module"  # why a target leaves out the tensors of a draft module in its own files
-# Words that begin the keys of what a model computes, and keys among them that only training reads.
-WORDS = (
-    *(
-        "attention_",
-        "attn_logit",
-        "embedding_",
-        "expert",
-        "final_logit",
-        "index",
-        "layernorm_",
-        "logit",
-        "mlp_",
-        "moe_",
-    ),
-    *("qk_", "residual_", "rope_", "rotary_", "rout", "sliding_", "sparse_", "swiglu_"),
-)
-TRAINING = ("attention_dropout", "router_aux_loss_coef", "router_jitter_noise")
 
 
-class ModelConfig(Protocol):
-    """The part of a model's configuration that the engine reads."""
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The keys of config.json that all models need, under our names; the engine reads no others."""
 
-    @property
-    def hidden_size(self) -> int:
-        """H."""
-
-    @property
-    def vocab_size(self) -> int:
-        """V."""
-
-    @property
-    def num_layers(self) -> int:
-        """Decoder layers, draft modules not counted."""
-
-    @property
-    def max_position_embeddings(self) -> int:
-        """Positions that the model was made for."""
+    hidden_size: int
+    vocab_size: int
+    num_layers: int  # draft modules not counted
+    max_position_embeddings: int  # that the model was made for
+    heads: int
+    rotary: RotarySettings
+    eps: float
+    sparse: SparseSettings
+    moe_layers: tuple[bool, ...]
+    dense_intermediate: int
+    expert_intermediate: int
+    shared_intermediate: int  # of all shared experts together
+    experts: int
+    experts_per_token: int
+    expert_groups: int = 1
+    kept_groups: int = 1
+    routed_scaling: float
+    declared_mtp_modules: int  # that config.json speaks of; the weights may hold fewer
 
     @property
     def block_unit(self) -> int:
-        """Cache blocks must be a multiple of this many tokens."""
+        """Cache blocks hold whole units of selection, a multiple of this many tokens."""
+        return self.sparse.unit
 
     @property
     def softmax_scale(self) -> float:
         """Factor on attention scores."""
+        raise NotImplementedError
 
     @property
-    def sparse(self) -> SparseSettings:
-        """Unit and budget of the sparse layers."""
-
-    @property
-    def declared_mtp_modules(self) -> int:
-        """How many draft modules config.json speaks of; the weights may hold fewer."""
+    def activation(self) -> GatedActivation:
+        """Of dense layers and experts alike."""
+        return SILU
 
 
 @runtime_checkable
@@ -112,12 +102,72 @@ class WeightedModel(nn.Module):
                 module.after_load()
 
 
-class CausalLM(WeightedModel):
-    """A language model over paged caches. Subclasses are one file each and read like the paper."""
+class MoeNames(NamedTuple):
+    """What a checkpoint calls a mixture of experts and its parts."""
 
-    config: ModelConfig
-    embed: Tensor  # [V, H]
-    lm_head: Linear
+    module: str
+    bias: str
+    gate: str
+    up: str
+    down: str
+
+
+class DecoderLayer(nn.Module):
+    """x + attention(norm(x)), then x + feed-forward(norm(x)). Subclasses name the attention, and the weights."""
+
+    attention_class: type[Any]  # of (config, layer, dtype, exact), with `forward`, `cache_specs` and `weight_slots`
+    norm_offset = 0.0  # see RMSNorm
+    moe_names: MoeNames
+
+    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype, exact: bool) -> None:
+        super().__init__()
+        hidden, activation = config.hidden_size, config.activation
+        self.attention_norm = RMSNorm(hidden, config.eps, self.norm_offset)
+        self.attention: Any = self.attention_class(config, layer, dtype, exact)
+        self.ffn_norm = RMSNorm(hidden, config.eps, self.norm_offset)
+        self.ffn: GatedMLP | MixtureOfExperts
+        if config.moe_layers[layer]:
+            groups = (config.expert_groups, config.kept_groups)
+            router = Router(hidden, config.experts, config.experts_per_token, config.routed_scaling, exact, *groups)
+            widths = (config.expert_intermediate, config.shared_intermediate)
+            self.ffn = MixtureOfExperts(hidden, *widths, router, activation, dtype)
+        else:
+            self.ffn = GatedMLP(hidden, config.dense_intermediate, activation, dtype, exact)
+
+    def forward(
+        self, x: Tensor, update: Tensor | None, rotary: Any, attention: AttentionStep, kept: Kept | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Stream x [T, H] and the last layer's update of it, yet to be added -> the same of this layer's kept rows."""
+        x, normed = (x, self.attention_norm(x)) if update is None else self.attention_norm.add(x, update)
+        attended = self.attention(normed, rotary, attention, kept)
+        x, normed = self.ffn_norm.add(x if kept is None else x[kept.rows], attended)
+        return x, self.ffn(normed)
+
+    def weight_slots(self, prefix: str) -> dict[str, Tensor]:
+        """Checkpoint name -> the view it fills."""
+        slots = {
+            f"{prefix}.input_layernorm.weight": self.attention_norm.weight,
+            f"{prefix}.post_attention_layernorm.weight": self.ffn_norm.weight,
+            **self.attention.weight_slots(f"{prefix}.self_attn"),
+        }
+        if isinstance(self.ffn, GatedMLP):
+            return slots | self.ffn.weight_slots(f"{prefix}.mlp")
+        names = self.moe_names
+        moe = f"{prefix}.{names.module}"
+        slots[f"{moe}.gate.weight"] = self.ffn.router.scores.hub_weight
+        slots[f"{moe}.{names.bias}"] = self.ffn.router.bias
+        slots |= self.ffn.expert_slots(f"{moe}.experts", names.gate, names.up, names.down)
+        return slots | self.ffn.shared_slots(f"{moe}.shared_experts")
+
+
+class CausalLM(WeightedModel):
+    """A language model over paged caches: embedding, decoder layers, final norm, vocabulary product.
+
+    Subclasses are one file each and hold what is special about a model: its config, its layer, its angles, its names.
+    """
+
+    config: Any  # a ModelConfig of its own
+    layer_class: type[DecoderLayer]
 
     @staticmethod
     def read_config(raw: dict[str, Any]) -> ModelConfig:
@@ -129,9 +179,22 @@ class CausalLM(WeightedModel):
         """The configuration with index keys cached in FP8; None where the architecture has none per token."""
         return None
 
+    def __init__(self, config: Any, dtype: torch.dtype, exact: bool, max_position: int) -> None:
+        super().__init__()
+        self.config, self.max_position = config, max_position
+        self.embed = empty_parameter(config.vocab_size, config.hidden_size, dtype=dtype)
+        layers = nn.ModuleList(self.layer_class(config, i, dtype, exact) for i in range(config.num_layers))
+        self.layers = cast("list[DecoderLayer]", layers)
+        self.norm = RMSNorm(config.hidden_size, config.eps, self.layer_class.norm_offset)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype, exact)
+
+    def angles(self, positions: Tensor) -> Any:
+        """What the layers' attention takes as the rotary embedding of rows at `positions` [T]."""
+        raise NotImplementedError
+
     def cache_specs(self) -> list[CacheSpec]:
         """One or two per layer: each a cache group, its tensors and its attention backend."""
-        raise NotImplementedError
+        return layer_caches(self.layers)
 
     def forward(
         self, batch: Batch, attention: AttentionStep, taps: tuple[int, ...] = (), kept: Kept | None = None
@@ -141,7 +204,19 @@ class CausalLM(WeightedModel):
         `taps` lists layers whose input is wanted, ascending; num_layers is the last output, which nobody may tap when
         only some rows are kept.
         """
-        raise NotImplementedError
+        x = self.embed[batch.input_ids]
+        rotary = self.angles(batch.positions)
+        update: Tensor | None = None
+        tapped = []
+        for i, layer in enumerate(self.layers):
+            if i in taps:
+                tapped.append(x if update is None else x + update)
+            x, update = layer(x, update, rotary, attention, kept if layer is self.layers[-1] else None)
+        assert update is not None
+        x, normed = self.norm.add(x, update)
+        if len(self.layers) in taps:
+            tapped.append(x)
+        return HiddenStates(normed, tuple(tapped))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[L, H] -> [L, V] float32."""
@@ -149,7 +224,23 @@ class CausalLM(WeightedModel):
 
     def compact_logits(self, hidden: Tensor) -> Tensor:
         """[L, H] -> [L, V] in the model's dtype, of which `logits` are a float32 copy."""
-        raise NotImplementedError
+        return self.lm_head(hidden)
+
+    def weight_slots(self) -> dict[str, Tensor]:
+        """Hub names."""
+        slots: dict[str, Tensor] = {
+            "model.embed_tokens.weight": self.embed,
+            "model.norm.weight": self.norm.weight,
+            "lm_head.weight": self.lm_head.hub_weight,
+        }
+        for i, layer in enumerate(self.layers):
+            slots |= layer.weight_slots(f"model.layers.{i}")
+        return slots
+
+
+def layer_caches(layers: Iterable[DecoderLayer]) -> list[CacheSpec]:
+    """The cache groups of layers, in their order."""
+    return [spec for layer in layers for spec in layer.attention.cache_specs()]
 
 
 class DraftOutput(NamedTuple):
@@ -168,6 +259,8 @@ class DraftHead(WeightedModel):
 
     taps: tuple[int, ...] = ()  # target layers whose input it reads, ascending; empty: the final hidden state
     num_modules: int = 1
+    attention_scale: float  # factor on attention scores
+    sparse: SparseSettings | None = None  # unit and budget of sparse draft layers
     max_position: int
     remarks: tuple[str, ...] = ()  # what a user should know of it that no option says
 
@@ -175,22 +268,14 @@ class DraftHead(WeightedModel):
         """Cache groups of the draft layers, numbered from 0 by module."""
         raise NotImplementedError
 
-    @property
-    def attention_scale(self) -> float:
-        """Factor on attention scores."""
-        raise NotImplementedError
-
-    @property
-    def sparse(self) -> SparseSettings | None:
-        """Unit and budget of sparse draft layers."""
-        raise NotImplementedError
-
     def first_hidden(self, hidden: HiddenStates) -> Tensor:
         """From the target's states to what the first pass is fed, [T, H]."""
         raise NotImplementedError
 
-    def forward(self, hidden: Tensor, batch: Batch, attention: AttentionStep, module: int = 0) -> Tensor:
-        """States [T, H] of one module; `batch.input_ids` are the tokens at p + module + 1."""
+    def forward(
+        self, hidden: Tensor, batch: Batch, attention: AttentionStep, module: int = 0, kept: Kept | None = None
+    ) -> Tensor:
+        """States [T, H] of a module, or of the kept rows alone; `batch.input_ids` are the tokens at p + module + 1."""
         raise NotImplementedError
 
     def recycled(self, states: Tensor, module: int = 0) -> Tensor:
@@ -212,15 +297,11 @@ class BlockDraftHead(WeightedModel):
     taps: tuple[int, ...]
     block_size: int  # rows of a block, one more than it can draft
     mask_token_id: int
+    attention_scale: float  # factor on attention scores
     max_position: int
 
     def cache_specs(self) -> list[CacheSpec]:
         """Cache groups of the draft layers."""
-        raise NotImplementedError
-
-    @property
-    def attention_scale(self) -> float:
-        """Factor on attention scores."""
         raise NotImplementedError
 
     def store_context(self, hidden: HiddenStates, batch: Batch, attention: AttentionStep) -> None:
@@ -234,115 +315,6 @@ class BlockDraftHead(WeightedModel):
     def logits(self, states: Tensor) -> Tensor:
         """[R, H] -> [R, V] float32; a mask token's row predicts the token at its own position."""
         raise NotImplementedError
-
-
-class ConfigReader:
-    """Typed reads from a raw config dictionary; every error names the key, its value and what is expected."""
-
-    def __init__(self, raw: dict[str, Any], where: str) -> None:
-        self.raw = dict(raw)
-        self.where = where
-        self.read: set[str] = set()  # keys that somebody asked for
-        self.places: dict[str, str] = {}  # of keys whose value was found under another name
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """The value as it stands."""
-        self.read.add(key)
-        return self.raw.get(key, default)
-
-    def place(self, key: str) -> str:
-        """Where the value of a key was found, for messages."""
-        return self.places.get(key, f"{self.where}: {key}")
-
-    def integer(self, key: str, low: int = 1, default: int | None = None) -> int:
-        """An int of at least `low`. Raises ConfigError."""
-        value = self.get(key, default)
-        if value is None:
-            raise self._missing(key)
-        if not isinstance(value, int) or isinstance(value, bool) or value < low:
-            raise ConfigError(f"{self.place(key)}={value!r} must be a whole number of at least {low}; fix config.json")
-        return value
-
-    def number(self, key: str, default: float | None = None, zero: bool = False) -> float:
-        """A finite positive number, or 0 where that is allowed. Raises ConfigError."""
-        value = self.get(key, default)
-        if value is None:
-            raise self._missing(key)
-        wrong = not isinstance(value, (int, float)) or isinstance(value, bool)
-        if wrong or not 0 <= value < float("inf") or not (value or zero):
-            allowed = "a number of at least 0" if zero else "a positive number"
-            raise ConfigError(f"{self.place(key)}={value!r} must be {allowed}; fix config.json")
-        return float(value)
-
-    def layers(self, key: str, length: int, kinds: tuple[Any, ...] = (0, 1)) -> tuple[bool, ...]:
-        """A list with one of some values for each of `length` layers: whether it is the last. Raises ConfigError."""
-        value = self.get(key)
-        if value is None:
-            raise self._missing(key)
-        if not isinstance(value, list) or len(value) != length or any(item not in kinds for item in value):
-            options = " or ".join(repr(kind) for kind in kinds)
-            raise ConfigError(
-                f"{self.place(key)}={value!r:.80} must list {options} for each of num_hidden_layers={length}"
-            )
-        return tuple(item == kinds[-1] for item in value)
-
-    def expect(self, key: str, allowed: tuple[Any, ...], default: Any = None) -> Any:
-        """One of the values we implement. Raises ConfigError."""
-        value = self.get(key, default)
-        if value not in allowed:
-            options = " or ".join(repr(item) for item in allowed)
-            raise ConfigError(f"{self.place(key)}={value!r} is not supported, only {options}")
-        return value
-
-    def section(self, key: str) -> ConfigReader:
-        """A nested object. Raises ConfigError."""
-        value = self.get(key)
-        if not isinstance(value, dict):
-            raise self._missing(key) if value is None else ConfigError(f"{self.where}: {key} must be an object")
-        return ConfigReader(value, f"{self.where}.{key}")
-
-    def multiple(self, key: str, value: int, of_key: str, of: int) -> None:
-        """Check that one key is a multiple of another. Raises ConfigError."""
-        if value % of:
-            raise ConfigError(f"{self.place(key)}={value} must be a multiple of {of_key}={of}; fix config.json")
-
-    def agree(self, key: str, value: Any, place: str) -> None:
-        """Raise ConfigError when the key is given and is not the value that follows from another place."""
-        own = self.get(key)
-        if own is not None and own != value:
-            raise ConfigError(
-                f"{self.place(key)}={own!r:.80} disagrees with {place}={value!r:.80}; keep what the model was made with"
-            )
-
-    def adopt(self, key: str, value: Any, place: str) -> None:
-        """Take the value of a key from another place. Raises ConfigError when the key is given and differs."""
-        if value is not None:
-            self.agree(key, value, place)
-            self.raw[key] = value
-        if value is not None or key not in self.raw:
-            self.places[key] = place
-
-    def also(self, key: str, other: ConfigReader, name: str) -> None:
-        """A second name of a key. Raises ConfigError when both are given and differ."""
-        self.adopt(key, other.get(name), other.place(name))
-
-    def finish(self, words: tuple[str, ...] = WORDS, when: str = "") -> None:
-        """Raise ConfigError for a key that nobody asked for although its name begins with one of the words.
-
-        Such a key names a mechanism that is not here. Keys without any of the words belong to other programs.
-        """
-        for key, value in self.raw.items():
-            if key.startswith(words) and key not in self.read and key not in TRAINING and value is not None:
-                raise ConfigError(
-                    f"{self.place(key)}={value!r:.80} is not supported{when}: nothing here reads it; take it out if "
-                    "the model does not depend on it"
-                )
-
-    def _missing(self, key: str) -> ConfigError:
-        other = "" if self.place(key) == f"{self.where}: {key}" else f" (or {self.place(key)})"
-        return ConfigError(
-            f"{self.where}: key {key!r}{other} is missing; take config.json from the model's own release"
-        )
 
 
 def empty_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:

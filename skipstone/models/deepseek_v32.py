@@ -11,19 +11,18 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from skipstone.attention.backend import AttentionStep, CacheRows, IndexQuery, LayerAttention, SparseSettings
-from skipstone.core.batch import Batch
 from skipstone.core.kv_cache import CacheSpec, CacheTensorSpec
 from skipstone.kernels.ops import OpsModule
 from skipstone.kernels.reference.fp8 import FP8
 from skipstone.kernels.reference.index_rows import KeyNorm
-from skipstone.kernels.reference.pointwise import SILU, Rotary
-from skipstone.layers.feed_forward import GatedMLP, MixtureOfExperts, Router
+from skipstone.kernels.reference.pointwise import Rotary
 from skipstone.layers.linear import Linear, RMSNorm
-from skipstone.layers.rotary import RotarySettings, RotaryTable, rotary_table
-from skipstone.models.base import MTP_MODULE, CausalLM, ConfigReader, HiddenStates, Kept, empty_parameter
+from skipstone.layers.rotary import RotaryTable, rotary_table
+from skipstone.models.base import MTP_MODULE, CausalLM, DecoderLayer, Kept, ModelConfig, MoeNames, empty_parameter
+from skipstone.models.config_reader import ConfigReader
 from skipstone.models.rotary_keys import read_rotary
 
 # The norms inside attention (latent query, latent, index key) take this and not `rms_norm_eps`: the published modelling
@@ -49,41 +48,18 @@ ONLY: dict[str, tuple[Any, ...]] = {
 }
 
 
-@dataclass(frozen=True)
-class DeepseekV32Config:
-    """The keys of config.json that the model needs, under our names."""
+@dataclass(frozen=True, kw_only=True)
+class DeepseekV32Config(ModelConfig):
+    """The keys of config.json that this model alone needs."""
 
-    hidden_size: int
-    vocab_size: int
-    num_layers: int
-    max_position_embeddings: int
-    heads: int
     q_rank: int
     kv_rank: int
     nope_dim: int
     rope_dim: int
     value_dim: int
-    rotary: RotarySettings
-    eps: float
     index_heads: int
     index_dim: int
-    sparse: SparseSettings
-    moe_layers: tuple[bool, ...]
-    dense_intermediate: int
-    expert_intermediate: int
-    experts: int
-    shared_experts: int
-    experts_per_token: int
-    expert_groups: int
-    kept_groups: int
-    routed_scaling: float
-    declared_mtp_modules: int
     fp8_index_keys: bool = False  # no key of config.json: how index keys are cached
-
-    @property
-    def block_unit(self) -> int:
-        """Any block size serves token-level selection."""
-        return 1
 
     @property
     def softmax_scale(self) -> float:
@@ -126,7 +102,7 @@ def read_deepseek_v32(raw: dict[str, Any]) -> DeepseekV32Config:
     kv_rank, rope_dim, index_dim = (reader.integer(k) for k in ("kv_lora_rank", "qk_rope_head_dim", "index_head_dim"))
     reader.multiple("qk_rope_head_dim", rope_dim, "2 halves", 2)
     reader.expect("qk_rope_head_dim", tuple(range(2, index_dim + 1, 2)))
-    nope_dim = reader.integer("qk_nope_head_dim")
+    nope_dim, expert_width = reader.integer("qk_nope_head_dim"), reader.integer("moe_intermediate_size")
     reader.agree("qk_head_dim", nope_dim + rope_dim, f"{reader.where}: qk_nope_head_dim + qk_rope_head_dim")
     reader.agree("num_key_value_heads", heads, f"{reader.where}: num_attention_heads")
     config = DeepseekV32Config(
@@ -147,9 +123,9 @@ def read_deepseek_v32(raw: dict[str, Any]) -> DeepseekV32Config:
         sparse=SparseSettings(unit=1, budget=reader.integer("index_topk"), value_width=kv_rank),
         moe_layers=_read_moe_layers(reader, layers),
         dense_intermediate=reader.integer("intermediate_size"),
-        expert_intermediate=reader.integer("moe_intermediate_size"),
+        expert_intermediate=expert_width,
         experts=experts,
-        shared_experts=reader.integer("n_shared_experts", low=0),
+        shared_intermediate=expert_width * reader.integer("n_shared_experts", low=0),
         experts_per_token=top_k,
         expert_groups=groups,
         kept_groups=kept,
@@ -261,59 +237,18 @@ class Attention(OpsModule):
         }
 
 
-class DecoderLayer(nn.Module):
-    """x + attention(norm(x)), then x + feed-forward(norm(x))."""
+class DeepseekV32Layer(DecoderLayer):
+    """Experts go by the names of dense layers."""
 
-    def __init__(self, config: DeepseekV32Config, layer: int, dtype: torch.dtype, exact: bool) -> None:
-        super().__init__()
-        hidden = config.hidden_size
-        self.attention_norm = RMSNorm(hidden, config.eps)
-        self.attention = Attention(config, layer, dtype, exact)
-        self.ffn_norm = RMSNorm(hidden, config.eps)
-        self.ffn: GatedMLP | MixtureOfExperts
-        if not config.moe_layers[layer]:
-            self.ffn = GatedMLP(hidden, config.dense_intermediate, SILU, dtype, exact)
-        else:
-            router = Router(
-                hidden,
-                config.experts,
-                config.experts_per_token,
-                config.routed_scaling,
-                exact,
-                config.expert_groups,
-                config.kept_groups,
-            )
-            width = config.expert_intermediate * config.shared_experts
-            self.ffn = MixtureOfExperts(hidden, config.expert_intermediate, width, router, SILU, dtype)
-
-    def forward(
-        self, x: Tensor, update: Tensor | None, rotary: Rotaries, attention: AttentionStep, kept: Kept | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Stream x [T, H] and the last layer's update of it, yet to be added -> the same of this layer's kept rows."""
-        x, normed = (x, self.attention_norm(x)) if update is None else self.attention_norm.add(x, update)
-        attended = self.attention(normed, rotary, attention, kept)
-        x, normed = self.ffn_norm.add(x if kept is None else x[kept.rows], attended)
-        return x, self.ffn(normed)
-
-    def weight_slots(self, prefix: str) -> dict[str, Tensor]:
-        """Checkpoint name -> the view it fills."""
-        slots = {
-            f"{prefix}.input_layernorm.weight": self.attention_norm.weight,
-            f"{prefix}.post_attention_layernorm.weight": self.ffn_norm.weight,
-            **self.attention.weight_slots(f"{prefix}.self_attn"),
-        }
-        if isinstance(self.ffn, GatedMLP):
-            return slots | self.ffn.weight_slots(f"{prefix}.mlp")
-        slots[f"{prefix}.mlp.gate.weight"] = self.ffn.router.scores.hub_weight
-        slots[f"{prefix}.mlp.gate.e_score_correction_bias"] = self.ffn.router.bias
-        slots |= self.ffn.expert_slots(f"{prefix}.mlp.experts", "gate_proj", "up_proj", "down_proj")
-        return slots | self.ffn.shared_slots(f"{prefix}.mlp.shared_experts")
+    attention_class = Attention
+    moe_names = MoeNames("mlp", "gate.e_score_correction_bias", "gate_proj", "up_proj", "down_proj")
 
 
 class DeepseekV32(CausalLM):
     """DeepSeek-V3.2 without its draft layer."""
 
     config: DeepseekV32Config
+    layer_class = DeepseekV32Layer
     read_config = staticmethod(read_deepseek_v32)
 
     @staticmethod
@@ -322,53 +257,14 @@ class DeepseekV32(CausalLM):
         return replace(cast("DeepseekV32Config", config), fp8_index_keys=True)
 
     def __init__(self, config: DeepseekV32Config, dtype: torch.dtype, exact: bool, max_position: int) -> None:
-        super().__init__()
-        self.config = config
-        self.embed = empty_parameter(config.vocab_size, config.hidden_size, dtype=dtype)
-        layers = nn.ModuleList(DecoderLayer(config, i, dtype, exact) for i in range(config.num_layers))
-        self.layers = cast("list[DecoderLayer]", layers)
-        self.norm = RMSNorm(config.hidden_size, config.eps)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype, exact)
+        super().__init__(config, dtype, exact, max_position)
         table = rotary_table(config.rope_dim, config.rotary.theta, max_position, config.rotary.yarn)
         self.mla_rotary = RotaryTable(table, config.rope_dim, pairs=True)
         self.index_rotary = RotaryTable(table, config.index_dim, pairs=False)
 
-    def cache_specs(self) -> list[CacheSpec]:
-        """One or two per layer."""
-        return [spec for layer in self.layers for spec in layer.attention.cache_specs()]
-
-    def forward(
-        self, batch: Batch, attention: AttentionStep, taps: tuple[int, ...] = (), kept: Kept | None = None
-    ) -> HiddenStates:
-        """States of every row, see CausalLM."""
-        x = self.embed[batch.input_ids]
-        rotary = Rotaries(self.mla_rotary(batch.positions), self.index_rotary(batch.positions))
-        update: Tensor | None = None
-        tapped = []
-        for i, layer in enumerate(self.layers):
-            if i in taps:
-                tapped.append(x if update is None else x + update)
-            x, update = layer(x, update, rotary, attention, kept if layer is self.layers[-1] else None)
-        assert update is not None
-        x, normed = self.norm.add(x, update)
-        if len(self.layers) in taps:
-            tapped.append(x)
-        return HiddenStates(normed, tuple(tapped))
-
-    def compact_logits(self, hidden: Tensor) -> Tensor:
-        """[L, H] -> [L, V]."""
-        return self.lm_head(hidden)
-
-    def weight_slots(self) -> dict[str, Tensor]:
-        """Hub names."""
-        slots: dict[str, Tensor] = {
-            "model.embed_tokens.weight": self.embed,
-            "model.norm.weight": self.norm.weight,
-            "lm_head.weight": self.lm_head.hub_weight,
-        }
-        for i, layer in enumerate(self.layers):
-            slots |= layer.weight_slots(f"model.layers.{i}")
-        return slots
+    def angles(self, positions: Tensor) -> Rotaries:
+        """Of both shapes of heads."""
+        return Rotaries(self.mla_rotary(positions), self.index_rotary(positions))
 
     def ignored_weight(self, name: str) -> str | None:
         """Layers behind the last one are draft modules, loaded by their proposers."""

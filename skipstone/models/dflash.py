@@ -17,13 +17,17 @@ from skipstone.attention.backend import AttentionStep, CacheRows
 from skipstone.core.batch import Batch
 from skipstone.core.kv_cache import CacheSpec
 from skipstone.errors import ConfigError
-from skipstone.kernels.ops import OpsModule
-from skipstone.kernels.reference.pointwise import SILU, Rotary
-from skipstone.layers.feed_forward import GatedMLP
+from skipstone.kernels.reference.pointwise import Rotary
 from skipstone.layers.linear import Linear, RMSNorm
-from skipstone.layers.rotary import RotaryTable, rotary_table
-from skipstone.models.base import BlockDraftHead, CausalLM, ConfigReader, HiddenStates, ModelConfig
-from skipstone.models.draft_layers import DraftLayerConfig, check_vocabulary, read_draft_layer, read_layer_ids
+from skipstone.models.base import BlockDraftHead, CausalLM, HiddenStates, ModelConfig
+from skipstone.models.config_reader import ConfigReader
+from skipstone.models.draft_layers import (
+    DraftLayer,
+    DraftLayerConfig,
+    check_vocabulary,
+    read_draft_layer,
+    read_layer_ids,
+)
 
 OPTIONS = ("mask_token_id", "target_layer_ids")
 
@@ -67,21 +71,17 @@ def read_dflash(raw: dict[str, Any], target: ModelConfig, where: str) -> DflashC
     )
 
 
-class DflashLayer(OpsModule):
+class DflashLayer(DraftLayer):
     """One decoder layer; keys and values have a projection of their own, as committed rows need nothing else."""
 
-    def __init__(self, config: DraftLayerConfig, index: int, dtype: torch.dtype, exact: bool) -> None:
-        super().__init__()
-        self.index, self.kv_heads, self.head_dim = index, config.kv_heads, config.head_dim
-        hidden = config.hidden_size
+    def __init__(self, config: DraftLayerConfig, index: int, dtype: torch.dtype) -> None:
+        super().__init__(config, dtype)
+        self.index, hidden = index, config.hidden_size
         self.attention_norm = RMSNorm(hidden, config.eps)
-        self.q_proj = Linear(hidden, config.heads * config.head_dim, dtype, exact)
-        self.kv_proj = Linear(hidden, 2 * config.kv_heads * config.head_dim, dtype, exact)
-        self.q_norm = RMSNorm(config.head_dim, config.eps)
-        self.k_norm = RMSNorm(config.head_dim, config.eps)
-        self.o_proj = Linear(config.heads * config.head_dim, hidden, dtype, exact)
-        self.ffn_norm = RMSNorm(hidden, config.eps)
-        self.ffn = GatedMLP(hidden, config.intermediate, SILU, dtype, exact)
+        self.q_proj = Linear(hidden, self.heads * self.head_dim, dtype, exact=False)
+        self.kv_proj = Linear(hidden, 2 * self.kv_heads * self.head_dim, dtype, exact=False)
+        self.q_norm = RMSNorm(self.head_dim, config.eps)
+        self.k_norm = RMSNorm(self.head_dim, config.eps)
 
     def write(self, x: Tensor, rotary: Rotary, attention: AttentionStep) -> None:
         """Keys and values of x [T, H]: features of committed rows, or normalised states of block rows."""
@@ -93,24 +93,14 @@ class DflashLayer(OpsModule):
         normed = self.attention_norm(x)
         self.write(normed, rotary, attention)
         q = self.q_norm(self.q_proj(normed).view(len(x), -1, self.head_dim))
-        out = attention.per_layer[self.index].run(self.ops.rotate(q, rotary), None)
-        x = x + self.o_proj(out.reshape(len(x), -1))
-        return x + self.ffn(self.ffn_norm(x))
+        return self.close(x, attention.per_layer[self.index].run(self.ops.rotate(q, rotary), None))
 
     def weight_slots(self, prefix: str) -> dict[str, Tensor]:
         """Checkpoint name -> the view it fills."""
         k, v = self.kv_proj.hub_weight.chunk(2)
-        return {
-            f"{prefix}.input_layernorm.weight": self.attention_norm.weight,
-            f"{prefix}.self_attn.q_proj.weight": self.q_proj.hub_weight,
-            f"{prefix}.self_attn.k_proj.weight": k,
-            f"{prefix}.self_attn.v_proj.weight": v,
-            f"{prefix}.self_attn.q_norm.weight": self.q_norm.weight,
-            f"{prefix}.self_attn.k_norm.weight": self.k_norm.weight,
-            f"{prefix}.self_attn.o_proj.weight": self.o_proj.hub_weight,
-            f"{prefix}.post_attention_layernorm.weight": self.ffn_norm.weight,
-            **self.ffn.weight_slots(f"{prefix}.mlp"),
-        }
+        norms = {"self_attn.q_norm": self.q_norm, "self_attn.k_norm": self.k_norm}
+        norms["input_layernorm"] = self.attention_norm
+        return self.named(prefix, self.q_proj.hub_weight, k, v, norms)
 
 
 class Dflash(BlockDraftHead):
@@ -123,23 +113,17 @@ class Dflash(BlockDraftHead):
         hidden = config.layer.hidden_size
         self.fc = Linear(len(config.taps) * hidden, hidden, dtype, exact=False)
         self.hidden_norm = RMSNorm(hidden, config.layer.eps)
-        layers = nn.ModuleList(DflashLayer(config.layer, i, dtype, exact=False) for i in range(config.num_layers))
+        layers = nn.ModuleList(DflashLayer(config.layer, i, dtype) for i in range(config.num_layers))
         self.layers = cast("list[DflashLayer]", layers)
         self.norm = RMSNorm(hidden, config.layer.eps)
         self.embed, self.target_logits = target.embed, target.logits
         self.max_position = min(config.layer.max_position, max_position)
-        rotary = config.layer.rotary
-        table = rotary_table(config.layer.head_dim, rotary.theta, self.max_position, rotary.yarn)
-        self.rotary = RotaryTable(table, config.layer.head_dim, pairs=False)
+        self.rotary = config.layer.rotary_table(self.max_position)
+        self.attention_scale = config.layer.softmax_scale
 
     def cache_specs(self) -> list[CacheSpec]:
         """Keys and values of every layer."""
         return [spec for layer in self.layers for spec in self.config.layer.cache_specs(layer.index)]
-
-    @property
-    def attention_scale(self) -> float:
-        """head_dim^-1/2."""
-        return self.config.layer.softmax_scale
 
     def store_context(self, hidden: HiddenStates, batch: Batch, attention: AttentionStep) -> None:
         """Features of the target's rows as keys and values, see BlockDraftHead."""

@@ -5,10 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from skipstone.core.kv_cache import CacheSpec, CacheTensorSpec
 from skipstone.errors import ConfigError
-from skipstone.layers.rotary import RotarySettings
-from skipstone.models.base import ConfigReader, ModelConfig
+from skipstone.kernels.ops import OpsModule
+from skipstone.kernels.reference.pointwise import SILU
+from skipstone.layers.feed_forward import GatedMLP
+from skipstone.layers.linear import Linear, RMSNorm
+from skipstone.layers.rotary import RotarySettings, RotaryTable, rotary_table
+from skipstone.models.base import ModelConfig
+from skipstone.models.config_reader import ConfigReader
 from skipstone.models.rotary_keys import read_rotary
 
 
@@ -34,6 +42,40 @@ class DraftLayerConfig:
         """Keys and values of one layer, all layers in one group."""
         tensors = tuple(CacheTensorSpec(name, self.kv_heads, self.head_dim) for name in ("k", "v"))
         return [CacheSpec(layer, "draft K/V", "dense", tensors)]
+
+    def rotary_table(self, max_position: int) -> RotaryTable:
+        """Angles of that many positions."""
+        table = rotary_table(self.head_dim, self.rotary.theta, max_position, self.rotary.yarn)
+        return RotaryTable(table, self.head_dim, pairs=False)
+
+
+class DraftLayer(OpsModule):
+    """What stands behind attention, and the names of it all; subclasses project the queries, keys and values."""
+
+    def __init__(self, config: DraftLayerConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
+        hidden = config.hidden_size
+        self.o_proj = Linear(config.heads * config.head_dim, hidden, dtype, exact=False)
+        self.ffn_norm = RMSNorm(hidden, config.eps)
+        self.ffn = GatedMLP(hidden, config.intermediate, SILU, dtype, exact=False)
+
+    def close(self, residual: Tensor, out: Tensor) -> Tensor:
+        """The stream [T, H] and what attention gives, [T, heads, head_dim] -> the layer's output [T, H]."""
+        x = residual + self.o_proj(out.reshape(len(residual), -1))
+        return x + self.ffn(self.ffn_norm(x))
+
+    def named(self, prefix: str, q: Tensor, k: Tensor, v: Tensor, norms: dict[str, RMSNorm]) -> dict[str, Tensor]:
+        """Checkpoint name -> the view it fills, given the views of three projections, and norms by their names."""
+        norms = {**norms, "post_attention_layernorm": self.ffn_norm}
+        return {
+            f"{prefix}.self_attn.q_proj.weight": q,
+            f"{prefix}.self_attn.k_proj.weight": k,
+            f"{prefix}.self_attn.v_proj.weight": v,
+            f"{prefix}.self_attn.o_proj.weight": self.o_proj.hub_weight,
+            **{f"{prefix}.{name}.weight": norm.weight for name, norm in norms.items()},
+            **self.ffn.weight_slots(f"{prefix}.mlp"),
+        }
 
 
 def read_draft_layer(reader: ConfigReader) -> DraftLayerConfig:

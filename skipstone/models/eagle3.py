@@ -18,21 +18,17 @@ from skipstone.attention.backend import AttentionStep, CacheRows
 from skipstone.core.batch import Batch
 from skipstone.core.kv_cache import CacheSpec
 from skipstone.errors import CheckpointError, ConfigError
-from skipstone.kernels.ops import OpsModule
-from skipstone.kernels.reference.pointwise import SILU, Rotary
-from skipstone.layers.feed_forward import GatedMLP
+from skipstone.kernels.reference.pointwise import Rotary
 from skipstone.layers.linear import Linear, RMSNorm
-from skipstone.layers.rotary import RotaryTable, rotary_table
-from skipstone.models.base import (
-    CausalLM,
-    ConfigReader,
-    DraftHead,
-    DraftOutput,
-    HiddenStates,
-    ModelConfig,
-    empty_parameter,
+from skipstone.models.base import CausalLM, DraftHead, DraftOutput, HiddenStates, Kept, ModelConfig, empty_parameter
+from skipstone.models.config_reader import ConfigReader
+from skipstone.models.draft_layers import (
+    DraftLayer,
+    DraftLayerConfig,
+    check_vocabulary,
+    read_draft_layer,
+    read_layer_ids,
 )
-from skipstone.models.draft_layers import DraftLayerConfig, check_vocabulary, read_draft_layer, read_layer_ids
 
 TAP_KEY = "eagle_aux_hidden_state_layer_ids"
 LAYER_NAMES = ("midlayer", "layers.0")
@@ -93,46 +89,36 @@ def _taps(reader: ConfigReader, num_layers: int) -> tuple[int, ...]:
     return tuple(sorted(usual))
 
 
-class Eagle3Layer(OpsModule):
+class Eagle3Layer(DraftLayer):
     """The decoder layer: attention reads embedding and state side by side."""
 
-    def __init__(self, config: Eagle3Config, dtype: torch.dtype, exact: bool) -> None:
-        super().__init__()
-        layer = config.layer
-        self.head_dim, self.norm_before_residual = layer.head_dim, config.norm_before_residual
-        self.head_counts = [layer.heads, layer.kv_heads, layer.kv_heads]
-        hidden = layer.hidden_size
-        self.embed_norm = RMSNorm(hidden, layer.eps)
-        self.hidden_norm = RMSNorm(hidden, layer.eps)
-        self.qkv = Linear(2 * hidden, sum(self.head_counts) * layer.head_dim, dtype, exact)
-        self.o_proj = Linear(layer.heads * layer.head_dim, hidden, dtype, exact)
-        self.ffn_norm = RMSNorm(hidden, layer.eps)
-        self.ffn = GatedMLP(hidden, layer.intermediate, SILU, dtype, exact)
+    def __init__(self, config: Eagle3Config, dtype: torch.dtype) -> None:
+        super().__init__(config.layer, dtype)
+        self.norm_before_residual, hidden = config.norm_before_residual, config.layer.hidden_size
+        self.head_counts = [self.heads, self.kv_heads, self.kv_heads]
+        self.embed_norm = RMSNorm(hidden, config.layer.eps)
+        self.hidden_norm = RMSNorm(hidden, config.layer.eps)
+        self.qkv = Linear(2 * hidden, sum(self.head_counts) * self.head_dim, dtype, exact=False)
 
-    def forward(self, embedded: Tensor, hidden: Tensor, rotary: Rotary, attention: AttentionStep) -> Tensor:
-        """Embeddings and states [T, H] -> [T, H]."""
+    def forward(
+        self, embedded: Tensor, hidden: Tensor, rotary: Rotary, attention: AttentionStep, kept: Kept | None
+    ) -> Tensor:
+        """Embeddings and states [T, H] -> [T, H], or [K, H] of the kept rows."""
         attend = attention.per_layer[0]
         normed = self.hidden_norm(hidden)
         projected = self.qkv(torch.cat([self.embed_norm(embedded), normed], dim=-1))
         q, k, v = projected.view(len(hidden), -1, self.head_dim).split(self.head_counts, dim=1)
         attend.write(CacheRows(self.ops.rotate(k, rotary), v))
-        out = attend.run(self.ops.rotate(q, rotary), None)
-        x = (normed if self.norm_before_residual else hidden) + self.o_proj(out.reshape(len(hidden), -1))
-        return x + self.ffn(self.ffn_norm(x))
+        q = self.ops.rotate(q, rotary)
+        if kept is not None:
+            q, normed, hidden = q[kept.rows], normed[kept.rows], hidden[kept.rows]
+            attend = kept.attention.per_layer[0]
+        return self.close(normed if self.norm_before_residual else hidden, attend.run(q, None))
 
     def weight_slots(self, prefix: str) -> dict[str, Tensor]:
         """Checkpoint name -> the view it fills."""
         q, k, v = self.qkv.hub_weight.split([count * self.head_dim for count in self.head_counts])
-        return {
-            f"{prefix}.input_layernorm.weight": self.embed_norm.weight,
-            f"{prefix}.hidden_norm.weight": self.hidden_norm.weight,
-            f"{prefix}.self_attn.q_proj.weight": q,
-            f"{prefix}.self_attn.k_proj.weight": k,
-            f"{prefix}.self_attn.v_proj.weight": v,
-            f"{prefix}.self_attn.o_proj.weight": self.o_proj.hub_weight,
-            f"{prefix}.post_attention_layernorm.weight": self.ffn_norm.weight,
-            **self.ffn.weight_slots(f"{prefix}.mlp"),
-        }
+        return self.named(prefix, q, k, v, {"input_layernorm": self.embed_norm, "hidden_norm": self.hidden_norm})
 
 
 class DraftVocabulary(nn.Module):
@@ -183,7 +169,7 @@ class Eagle3(DraftHead):
         self.has_embed = "embed_tokens.weight" in names
         self.embed = empty_parameter(vocab, hidden, dtype=dtype) if self.has_embed else target.embed
         self.fc = Linear(len(config.taps) * target_hidden, hidden, dtype, exact=False)
-        self.layer = Eagle3Layer(config, dtype, exact=False)
+        self.layer = Eagle3Layer(config, dtype)
         self.norm = RMSNorm(hidden, config.layer.eps)
         own = "lm_head.weight" in names
         self.lm_head = Linear(hidden, config.draft_vocab, dtype, exact=False) if own else None
@@ -191,31 +177,22 @@ class Eagle3(DraftHead):
         self.vocabulary = DraftVocabulary(config.draft_vocab, vocab) if "d2t" in names else None
         self.has_mask = self.vocabulary is not None and "t2d" in names
         self.max_position = min(config.layer.max_position, max_position)
-        rotary = config.layer.rotary
-        table = rotary_table(config.layer.head_dim, rotary.theta, self.max_position, rotary.yarn)
-        self.rotary = RotaryTable(table, config.layer.head_dim, pairs=False)
+        self.rotary = config.layer.rotary_table(self.max_position)
+        self.attention_scale = config.layer.softmax_scale
 
     def cache_specs(self) -> list[CacheSpec]:
         """Keys and values of the one layer."""
         return self.config.layer.cache_specs(0)
 
-    @property
-    def attention_scale(self) -> float:
-        """head_dim^-1/2."""
-        return self.config.layer.softmax_scale
-
-    @property
-    def sparse(self) -> None:
-        """The layer is dense."""
-        return None
-
     def first_hidden(self, hidden: HiddenStates) -> Tensor:
         """fc of the tapped states side by side."""
         return self.fc(torch.cat(hidden.taps, dim=-1))
 
-    def forward(self, hidden: Tensor, batch: Batch, attention: AttentionStep, module: int = 0) -> Tensor:
-        """States [T, H] before the norm."""
-        return self.layer(self.embed[batch.input_ids], hidden, self.rotary(batch.positions), attention)
+    def forward(
+        self, hidden: Tensor, batch: Batch, attention: AttentionStep, module: int = 0, kept: Kept | None = None
+    ) -> Tensor:
+        """States [T, H] before the norm, or [K, H] of the kept rows."""
+        return self.layer(self.embed[batch.input_ids], hidden, self.rotary(batch.positions), attention, kept)
 
     def recycled(self, states: Tensor, module: int = 0) -> Tensor:
         """States without the norm, unless the head was trained otherwise."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from skipstone.errors import CheckpointError, ConfigError
+from skipstone.registry import PROPOSERS
 
 DEMOS = ("demo", "demo-dsa")
-HEAD_FOLDERS = ("eagle3", "dflash", "draft")
 _PACKAGE = Path(__file__).resolve().parent.parent
 
 
@@ -22,7 +22,10 @@ def locate(model: str) -> Path:
     if folder.is_file():
         raise CheckpointError(f"model={model} is a file; name the folder that holds config.json and *.safetensors")
     if model in DEMOS:
-        return _demo(model)
+        file, looked = _shipped(f"{model}/config.json")
+        if file is None:
+            raise CheckpointError(f"model={model}: this demo checkpoint is not installed; looked for {looked}")
+        return file.parent
     raise CheckpointError(
         f"model={model} is neither a folder ({folder.absolute()} does not exist) nor a demo; nothing is downloaded: "
         f"name a checkpoint folder on this machine, or one of {', '.join(DEMOS)}"
@@ -31,23 +34,23 @@ def locate(model: str) -> Path:
 
 def shipped_prompts() -> Path:
     """The held-out prompts that ship with the project, four kinds of text. Raises CheckpointError without them."""
-    places = [_PACKAGE.parent / "checkpoints" / "prompts.jsonl", _PACKAGE / "checkpoints" / "prompts.jsonl"]
-    for file in places:
-        if file.is_file():
-            return file
-    raise CheckpointError(f"the shipped prompts are not installed (looked for {places[0]}); pass --prompts FILE")
+    file, looked = _shipped("prompts.jsonl")
+    if file is None:
+        raise CheckpointError(f"the shipped prompts are not installed; looked for {looked}; pass --prompts FILE")
+    return file
 
 
 def heads_beside(folder: Path) -> dict[str, Path]:
     """Draft heads and draft models that lie beside a model's folder, by method: MODEL-eagle3, MODEL-dflash."""
-    found = {method: folder.resolve().with_name(f"{folder.resolve().name}-{method}") for method in HEAD_FOLDERS}
-    return {method: place for method, place in found.items() if (place / "config.json").is_file()}
+    model = folder.resolve()
+    places = {method: model.with_name(f"{model.name}-{method}") for method, row in PROPOSERS.items() if row.heads}
+    return {method: place for method, place in places.items() if (place / "config.json").is_file()}
 
 
 def head_folder(method: str, named: str | None, model: Path) -> Path:
     """The folder of a draft head or draft model: the one that is named, else the one beside the model's folder.
 
-    Raises ConfigError, or CheckpointError for a draft model, when there is none.
+    Raises ConfigError when none is named, CheckpointError for one that is not there.
     """
     if named is None:
         beside = heads_beside(model).get(method)
@@ -57,25 +60,17 @@ def head_folder(method: str, named: str | None, model: Path) -> Path:
                 f"{model.name}-{method})"
             )
         return beside
-    if method == "draft":
-        try:
-            return locate(named)
-        except CheckpointError as error:
-            raise CheckpointError(f"spec=draft: {error}") from None
-    folder = Path(named).expanduser()
-    if not folder.is_dir():
-        raise ConfigError(f"spec={method}: {folder} is not a folder; name the one that holds the head's config.json")
-    return folder
+    try:
+        return locate(named)
+    except CheckpointError as error:
+        raise CheckpointError(f"spec={method}: {error}") from None
 
 
-def _demo(name: str) -> Path:
+def _shipped(name: str) -> tuple[Path | None, str]:
+    """What ships with the project, if it is here, and where it was looked for."""
     # A source tree keeps the checkpoints beside the package, a wheel carries them inside it.
-    places = [_PACKAGE.parent / "checkpoints" / name, _PACKAGE / "checkpoints" / name]
-    for folder in places:
-        if (folder / "config.json").is_file():
-            return folder
-    looked = " and ".join(str(folder) for folder in places)
-    raise CheckpointError(f"model={name}: this demo checkpoint is not installed; looked for {looked}")
+    places = [folder / "checkpoints" / name for folder in (_PACKAGE.parent, _PACKAGE)]
+    return next((place for place in places if place.is_file()), None), " and ".join(map(str, places))
 
 
 def _checked(folder: Path) -> Path:

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from skipstone.attention.backend import AttentionStep, IndexQuery, SparseSettings
-from skipstone.core.batch import Batch
 from skipstone.core.kv_cache import CacheSpec, CacheTensorSpec
 from skipstone.kernels.ops import OpsModule
 from skipstone.kernels.reference.pointwise import GatedActivation, Rotary
-from skipstone.layers.feed_forward import GatedMLP, MixtureOfExperts, Router
-from skipstone.layers.linear import Linear, RMSNorm
-from skipstone.layers.rotary import RotarySettings, RotaryTable, rotary_table
-from skipstone.models.base import MTP_MODULE, CausalLM, ConfigReader, HiddenStates, Kept, empty_parameter
+from skipstone.layers.linear import Linear
+from skipstone.layers.rotary import RotaryTable, rotary_table
+from skipstone.models.base import MTP_MODULE, CausalLM, DecoderLayer, Kept, ModelConfig, MoeNames, empty_parameter
+from skipstone.models.config_reader import ConfigReader
 from skipstone.models.rotary_keys import read_rotary
 
 # Variants of the model that are not implemented, by the values that are.
@@ -50,42 +49,26 @@ SPARSE_NAMES = {
 ATTENTION_KINDS, MLP_KINDS = ("full_attention", "minimax_m3_sparse"), ("dense", "sparse")
 
 
-@dataclass(frozen=True)
-class MiniMaxM3Config:
-    """The keys of `text_config` that the text tower needs, under our names."""
+@dataclass(frozen=True, kw_only=True)
+class MiniMaxM3Config(ModelConfig):
+    """The keys of `text_config` that the text tower alone needs."""
 
-    hidden_size: int
-    vocab_size: int
-    num_layers: int
-    max_position_embeddings: int
-    heads: int
     kv_heads: int
     head_dim: int
     rotary_dim: int
-    rotary: RotarySettings
-    eps: float
     sparse_layers: tuple[bool, ...]
-    moe_layers: tuple[bool, ...]
-    sparse: SparseSettings
-    dense_intermediate: int
-    expert_intermediate: int
-    shared_intermediate: int
-    experts: int
-    experts_per_token: int
-    routed_scaling: float
     swiglu_alpha: float
     swiglu_limit: float
-    declared_mtp_modules: int
-
-    @property
-    def block_unit(self) -> int:
-        """Cache blocks hold whole sparse blocks."""
-        return self.sparse.unit
 
     @property
     def softmax_scale(self) -> float:
         """head_dim^-1/2."""
         return float(self.head_dim**-0.5)
+
+    @property
+    def activation(self) -> GatedActivation:
+        """Clamped SwiGLU."""
+        return GatedActivation(self.swiglu_alpha, self.swiglu_limit, shift=1.0)
 
 
 def _read_sparse(
@@ -208,10 +191,10 @@ class HeadNorm(OpsModule):
 class Attention(nn.Module):
     """Attention of one layer; `sparse` layers own an index branch."""
 
-    def __init__(self, config: MiniMaxM3Config, layer: int, sparse: bool, dtype: torch.dtype, exact: bool) -> None:
+    def __init__(self, config: MiniMaxM3Config, layer: int, dtype: torch.dtype, exact: bool) -> None:
         super().__init__()
-        self.config, self.layer, self.sparse = config, layer, sparse
-        self.kinds = ["q", "k", "index_q", "index_k"] if sparse else ["q", "k"]
+        self.config, self.layer, self.sparse = config, layer, config.sparse_layers[layer]
+        self.kinds = ["q", "k", "index_q", "index_k"] if self.sparse else ["q", "k"]
         self.head_counts = [config.heads, config.kv_heads, config.kv_heads, 1][: len(self.kinds)]
         normed = sum(self.head_counts)
         self.in_proj = Linear(config.hidden_size, (normed + config.kv_heads) * config.head_dim, dtype, exact)
@@ -260,103 +243,33 @@ class Attention(nn.Module):
         return slots
 
 
-class DecoderLayer(nn.Module):
-    """x + attention(norm(x)), then x + feed-forward(norm(x))."""
+class MiniMaxM3Layer(DecoderLayer):
+    """Gemma norms around the attention."""
 
-    def __init__(self, config: MiniMaxM3Config, layer: int, dtype: torch.dtype, exact: bool) -> None:
-        super().__init__()
-        activation = GatedActivation(config.swiglu_alpha, config.swiglu_limit, shift=1.0)
-        hidden = config.hidden_size
-        self.attention_norm = RMSNorm(hidden, config.eps, offset=1.0)
-        self.attention = Attention(config, layer, config.sparse_layers[layer], dtype, exact)
-        self.ffn_norm = RMSNorm(hidden, config.eps, offset=1.0)
-        self.ffn: GatedMLP | MixtureOfExperts
-        if config.moe_layers[layer]:
-            router = Router(hidden, config.experts, config.experts_per_token, config.routed_scaling, exact)
-            self.ffn = MixtureOfExperts(
-                hidden, config.expert_intermediate, config.shared_intermediate, router, activation, dtype
-            )
-        else:
-            self.ffn = GatedMLP(hidden, config.dense_intermediate, activation, dtype, exact)
-
-    def forward(
-        self, x: Tensor, update: Tensor | None, rotary: Rotary, attention: AttentionStep, kept: Kept | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Stream x [T, H] and the last layer's update of it, yet to be added -> the same of this layer's kept rows."""
-        x, normed = (x, self.attention_norm(x)) if update is None else self.attention_norm.add(x, update)
-        attended = self.attention(normed, rotary, attention, kept)
-        x, normed = self.ffn_norm.add(x if kept is None else x[kept.rows], attended)
-        return x, self.ffn(normed)
-
-    def weight_slots(self, prefix: str) -> dict[str, Tensor]:
-        """Checkpoint name -> the view it fills."""
-        slots = {
-            f"{prefix}.input_layernorm.weight": self.attention_norm.weight,
-            f"{prefix}.post_attention_layernorm.weight": self.ffn_norm.weight,
-            **self.attention.weight_slots(f"{prefix}.self_attn"),
-        }
-        if isinstance(self.ffn, GatedMLP):
-            return slots | self.ffn.weight_slots(f"{prefix}.mlp")
-        moe = f"{prefix}.block_sparse_moe"
-        slots[f"{moe}.gate.weight"] = self.ffn.router.scores.hub_weight
-        slots[f"{moe}.e_score_correction_bias"] = self.ffn.router.bias
-        slots |= self.ffn.expert_slots(f"{moe}.experts", gate="w1", up="w3", down="w2")
-        return slots | self.ffn.shared_slots(f"{moe}.shared_experts")
+    attention_class = Attention
+    norm_offset = 1.0
+    moe_names = MoeNames("block_sparse_moe", "e_score_correction_bias", gate="w1", up="w3", down="w2")
 
 
 class MiniMaxM3(CausalLM):
     """The text tower of MiniMax-M3."""
 
     config: MiniMaxM3Config
+    layer_class = MiniMaxM3Layer
     read_config = staticmethod(read_minimax_m3)
 
     def __init__(self, config: MiniMaxM3Config, dtype: torch.dtype, exact: bool, max_position: int) -> None:
-        super().__init__()
-        self.config = config
-        self.embed = empty_parameter(config.vocab_size, config.hidden_size, dtype=dtype)
-        layers = nn.ModuleList(DecoderLayer(config, layer, dtype, exact) for layer in range(config.num_layers))
-        self.layers = cast("list[DecoderLayer]", layers)
-        self.norm = RMSNorm(config.hidden_size, config.eps, offset=1.0)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype, exact)
+        super().__init__(config, dtype, exact, max_position)
         table = rotary_table(config.rotary_dim, config.rotary.theta, max_position, config.rotary.yarn)
         self.rotary = RotaryTable(table, config.head_dim, pairs=False)
 
-    def cache_specs(self) -> list[CacheSpec]:
-        """One or two per layer."""
-        return [spec for layer in self.layers for spec in layer.attention.cache_specs()]
-
-    def forward(
-        self, batch: Batch, attention: AttentionStep, taps: tuple[int, ...] = (), kept: Kept | None = None
-    ) -> HiddenStates:
-        """States of every row, see CausalLM."""
-        x = self.embed[batch.input_ids]
-        rotary = self.rotary(batch.positions)
-        update: Tensor | None = None
-        tapped = []
-        for i, layer in enumerate(self.layers):
-            if i in taps:
-                tapped.append(x if update is None else x + update)
-            x, update = layer(x, update, rotary, attention, kept if layer is self.layers[-1] else None)
-        assert update is not None
-        x, normed = self.norm.add(x, update)
-        if len(self.layers) in taps:
-            tapped.append(x)
-        return HiddenStates(normed, tuple(tapped))
-
-    def compact_logits(self, hidden: Tensor) -> Tensor:
-        """[L, H] -> [L, V]."""
-        return self.lm_head(hidden)
+    def angles(self, positions: Tensor) -> Rotary:
+        """Of a part of every head."""
+        return self.rotary(positions)
 
     def weight_slots(self) -> dict[str, Tensor]:
         """Hub names of the release, under `language_model.`; a text-only export may leave the prefix out."""
-        slots: dict[str, Tensor] = {
-            "model.embed_tokens.weight": self.embed,
-            "model.norm.weight": self.norm.weight,
-            "lm_head.weight": self.lm_head.hub_weight,
-        }
-        for i, layer in enumerate(self.layers):
-            slots |= layer.weight_slots(f"model.layers.{i}")
-        return {f"language_model.{name}": view for name, view in slots.items()}
+        return {f"language_model.{name}": view for name, view in super().weight_slots().items()}
 
     def ignored_weight(self, name: str) -> str | None:
         """Draft modules are loaded by their proposers; the vision tower is not served."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from skipstone.errors import ConfigError
 from skipstone.layers.rotary import RotarySettings, Yarn
-from skipstone.models.base import ConfigReader
+from skipstone.models.config_reader import ConfigReader
 
 SECTIONS = ("rope_parameters", "rope_scaling")
 BESIDE = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")  # also read beside the sections

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import msgspec
 
 from skipstone.models.loader import ModelInfo
 from skipstone.models.locate import heads_beside
@@ -10,8 +10,8 @@ from skipstone.models.stored import StoredWeights
 from skipstone.registry import DRAFT_HEADS, PROPOSERS
 
 
-class Candidate(NamedTuple):
-    """One proposer for a model. `spec` is what the option of that name takes, without a number of drafts."""
+class Candidate(msgspec.Struct, frozen=True):
+    """One proposer, and whether a model has what it needs; `spec` names it, without a number of drafts."""
 
     method: str
     spec: str
@@ -31,17 +31,16 @@ def count_mtp_modules(info: ModelInfo, weights: StoredWeights | None) -> int:
 
 def candidates(info: ModelInfo) -> list[Candidate]:
     """Every proposer in the registry, in its order, and whether this model has what it needs."""
-    modules, beside = count_mtp_modules(info, info.weights), heads_beside(info.folder)
-    found = []
-    for method in PROPOSERS.entries:
+    beside, found = heads_beside(info.folder), []
+    for method, row in PROPOSERS.items():
+        spec, works, reason = method, True, "needs no weights"
         if method == "mtp":
-            held = f"the files hold {modules} MTP module{'' if modules == 1 else 's'}"
-            found.append(Candidate(method, method, modules > 0, held))
-        elif method == "ngram":
-            found.append(Candidate(method, method, True, "needs no weights"))
+            modules = count_mtp_modules(info, info.weights)
+            works, reason = modules > 0, f"the files hold {modules} MTP module{'' if modules == 1 else 's'}"
         elif method in beside:
-            found.append(Candidate(method, method, True, f"in {beside[method]}"))
-        else:
-            looked = f"no folder {info.folder.name}-{method} beside the model; name one as {method}:FOLDER"
-            found.append(Candidate(method, f"{method}:FOLDER", False, looked))
+            reason = f"in {beside[method]}"
+        elif row.heads:
+            spec, works = f"{method}:FOLDER", False
+            reason = f"no folder {info.folder.name}-{method} beside the model; name one as {spec}"
+        found.append(Candidate(method, spec, works, reason))
     return found

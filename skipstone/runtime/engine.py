@@ -1,8 +1,9 @@
-"""The engine: requests in, steps, tokens out. One step is schedule, execute, wait, commit."""
+"""The engine: requests in, steps, tokens out. One step is schedule, start, finish, wait, commit."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,20 +11,25 @@ import torch
 from skipstone.config import EngineConfig
 from skipstone.core.kv_cache import CacheMemory
 from skipstone.core.observer import Observer
+from skipstone.core.plan import PlanItem
 from skipstone.core.request import FinishReason, Request
 from skipstone.errors import ConfigError, RequestError
 from skipstone.kernels.dispatch import choose_device, choose_dtype, choose_ops
 from skipstone.models.base import CausalLM, ModelConfig
 from skipstone.models.loader import Build, ModelInfo, Place, build_model, with_index_keys
+from skipstone.registry import GPU
 from skipstone.runtime.block_pool import BlockPool
-from skipstone.runtime.device_loop import DeviceStep
-from skipstone.runtime.dry_run import LargestStep, measure_room
 from skipstone.runtime.k_table import asked_spec
+from skipstone.runtime.masks import GrammarMasks
 from skipstone.runtime.memory import CachePlan, Room, check_fits, choose_block_size, plan_caches
+from skipstone.runtime.proposers import Surroundings
 from skipstone.runtime.runner import ModelRunner, StepHandle
 from skipstone.runtime.scheduler import Scheduler
-from skipstone.runtime.speculation import Surroundings, make_speculation
-from skipstone.spec.hidden_state import HiddenStateProposer
+from skipstone.runtime.speculation import make_speculation
+
+# Rows of a step. A GPU reads prompts 3.6 times faster with 2,048 than with 512, and a few per cent slower than
+# with 8,192, for which decoding requests would wait four times as long.
+ROWS = {"cpu": 512, "cuda": 2048}
 
 
 @dataclass
@@ -43,6 +49,7 @@ class Engine:
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
         self.device = choose_device(config.device)
+        self.max_rows = config.max_num_batched_tokens or ROWS[self.device.type]
         self.dtype = choose_dtype(config.dtype, self.device)
         self.kernels = choose_ops(self.device, config.kernels, config.exact, self.dtype)
         info = with_index_keys(info, config.index_keys)
@@ -66,20 +73,22 @@ class Engine:
             )
         check_fits(self.caches, config, self.device)
         memory = CacheMemory(self.caches.num_blocks, self.caches.block_size, self.dtype, self.device)
-        self.runner = ModelRunner(self.model, memory, config.exact, self.kernels.ops, self.speculation, observer)
+        ops, limits = self.kernels.ops, (config.max_num_seqs, self.caches.max_model_len)
+        self.runner = ModelRunner(
+            self.model, memory, config.exact, ops, self.speculation, *limits, config.cuda_graphs, observer
+        )
         self.pool = BlockPool(self.caches.num_blocks, self.caches.block_size)
-        limits = (config.max_num_batched_tokens, config.max_num_seqs)
-        needs, table = proposer.needs if proposer else None, self.speculation.table
-        most_drafts = table.most_drafts if table else None
-        self.scheduler = Scheduler(self.pool, *limits, config.prefix_caching, needs, most_drafts)
+        bounds = (self.max_rows, config.max_num_seqs)
+        needs, k_table = proposer.needs if proposer else None, self.speculation.table
+        most_drafts = k_table.most_drafts if k_table else None
+        self.scheduler = Scheduler(self.pool, *bounds, config.prefix_caching, needs, most_drafts)
+        # On a GPU a step beside a prompt's rows is as long as these make it, and longer by all that drafts add.
+        self.scheduler.pauses_beside_prompts = config.spec == "auto" and self.device.type != "cpu"
         self.scheduler.stats.speculation.simulated = self.speculation.simulated
         self.stats = EngineStats()
-        self.overlap = False
-        self._ahead: DeviceStep | None = None
-        if self.device.type != "cpu":
-            k = self.speculation.k if isinstance(proposer, HiddenStateProposer) else 0
-            loop = self.runner.make_device_loop(config.max_num_seqs, k, self.caches.max_model_len, config.cuda_graphs)
-            self.overlap = config.overlap and loop is not None
+        self.overlap = config.overlap and self.device.type != "cpu"
+        self._under_way: StepHandle | None = None
+        self._warm = self._num_made
         self.vocab_size: int = info.config.vocab_size
 
     def _measured_room(self, config: EngineConfig, model: ModelConfig, draft_unit: int) -> Room | None:
@@ -88,12 +97,30 @@ class Engine:
             return None
         block_size = choose_block_size(config, model, draft_unit)
         longest = min(config.max_model_len or model.max_position_embeddings, model.max_position_embeddings)
-        rows = config.max_num_batched_tokens
+        rows = self.max_rows
         sampled = config.max_num_seqs * (self.speculation.k + 1)
         proposer = self.speculation.proposer
         taps = proposer.needs.taps if proposer else ()
-        step = LargestStep(rows, longest, sampled, taps)
-        return measure_room(self.model, self.kernels.ops, block_size, self.dtype, step)
+        size = (rows, longest, sampled, taps)
+        room: Room = GPU.load("measure_room")(self.model, self.kernels.ops, block_size, self.dtype, size)
+        return room
+
+    def warm_up(self, tick: Callable[[int, int], None] | None = None) -> None:
+        """On a GPU: compile and capture before the first request what later ones need. `tick`: (done, of how many)."""
+        if self.kernels.ops.implementation == "triton" and self.device.type != "cpu":
+            GPU.load("warm_up")(self.runner, self.scheduler.max_rows, tick)
+            self._warm = self._num_made
+
+    @property
+    def _num_made(self) -> int:
+        if self.device.type == "cpu":
+            return 0
+        return int(GPU.load("compilations")()) + (self.runner.graphs.captures if self.runner.graphs else 0)
+
+    @property
+    def late_compilations(self) -> int:
+        """Kernels compiled or loaded, and graphs captured, since the warm-up, or since the start without one."""
+        return self._num_made - self._warm
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestError for bad parameters, token ids or a prompt that does not fit."""
@@ -126,40 +153,57 @@ class Engine:
         return self.scheduler.has_work
 
     def step(self) -> list[tuple[Request, list[int]]]:
-        """Run one step; returns the requests that got tokens, each with its new tokens."""
+        """Run one step; returns the requests that got tokens, each with its new tokens.
+
+        With `overlap` the next step is started before this one's results are read, so the device never waits. After a
+        step that raises, whatever ran is computed again from its beginning.
+        """
+        try:
+            return self._step()
+        except BaseException:
+            self._under_way = None
+            self.scheduler.preempt_all()
+            raise
+
+    def _step(self) -> list[tuple[Request, list[int]]]:
         started = time.perf_counter()
-        handle = self._ahead or self.runner.execute(self.scheduler.schedule())
-        self._ahead = self._start_next(handle) if self.overlap else None
-        plan = handle.plan
-        assert plan is not None
-        committed = self.scheduler.commit(plan, handle.wait())
-        if self._ahead is not None:
-            self._ahead.plan = self.scheduler.plan_committed(self._ahead.requests)
-            if not self._ahead.plan.scheduled:
-                self._ahead = None
+        handle = self._under_way or self._start(ahead=False)
+        assert handle is not None
+        self._under_way = None  # should this step fail, nobody waits for what was started
+        # An observer is told of a step's tokens before the next step begins.
+        ahead = self._start(ahead=True) if self.overlap and not self.runner.watched else None
+        results = handle.wait()
+        if handle.watched is not None:
+            self.runner.report(handle, results, [self.scheduler.owner(item) for item in handle.plan.items])
+        committed = self.scheduler.commit(handle.plan, results)
+        if ahead is not None:
+            self._finish(ahead)
+        self._under_way = ahead
         self.stats.steps += 1
-        self.stats.rows += plan.num_rows
+        self.stats.rows += handle.plan.num_rows
         self.stats.output_tokens += sum(len(tokens) for _, tokens in committed)
         self.stats.seconds += time.perf_counter() - started
         return committed
 
-    def _start_next(self, handle: StepHandle | DeviceStep) -> DeviceStep | None:
-        """Start the step after a device step before its results are known, unless there is more to decide."""
-        if not isinstance(handle, DeviceStep) or self.scheduler.waiting:
+    def _start(self, ahead: bool) -> StepHandle | None:
+        """Start the next step. One that needs masks of a grammar is finished once the tokens before it are known."""
+        plan = self.scheduler.schedule(ahead)
+        if plan is None:
             return None
-        assert handle.plan is not None
-        items = handle.plan.scheduled
-        ended = any(item.request.finished or item.request.epoch != item.epoch for item in items)
-        if ended or len(items) < len(self.scheduler.running):
-            return None
-        if not self.scheduler.reserve_ahead(handle.plan, handle.k):
-            return None
-        return self.runner.execute_next(handle)
+        handle = self.runner.start(plan)
+        if not ahead or not any(map(self._constrained, plan.items)):
+            self._finish(handle)
+        return handle
 
-    def drop_started(self) -> None:
-        """Forget a step that was started early, once nothing runs that waits for it."""
-        if not self.scheduler.running:
-            self._ahead = None
+    def _constrained(self, item: PlanItem) -> bool:
+        owner = self.scheduler.owner(item)
+        return item.samples and owner is not None and owner.grammar is not None
+
+    def _finish(self, handle: StepHandle) -> None:
+        """Sample and draft, unless that is done."""
+        if not handle.finished:
+            owners = [self.scheduler.owner(item) for item in handle.plan.items]
+            self.runner.finish(handle, GrammarMasks(handle.plan, owners))
 
     def abort(self, request: Request) -> None:
         """End a request now; its blocks are free at once. Nothing happens if it has ended."""

@@ -1,114 +1,128 @@
-"""Proposers whose weights lie in a folder of their own: EAGLE-3 and DFlash heads, independent draft models."""
+"""How each proposer that has weights is built: MTP modules, EAGLE-3 and DFlash heads, independent draft models."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from skipstone.errors import CheckpointError, ConfigError
-from skipstone.models.base import CausalLM
-from skipstone.models.dflash import Dflash, DflashConfig, read_dflash
-from skipstone.models.eagle3 import Eagle3, Eagle3Config, read_eagle3
-from skipstone.models.loader import Build, ModelInfo, build_model, load, read_json, read_model_info
+from skipstone.models.base import CausalLM, DraftHead
+from skipstone.models.dflash import Dflash, read_dflash
+from skipstone.models.eagle3 import Eagle3, read_eagle3
+from skipstone.models.loader import Model, ModelInfo, Place, load, read_json, read_model_info
 from skipstone.models.locate import head_folder
-from skipstone.models.stored import StoredWeights, open_weights
-from skipstone.registry import MODELS
-from skipstone.runtime.speculation import Surroundings
+from skipstone.models.stored import StoredWeights, match_weights, open_weights
+from skipstone.registry import DRAFT_HEADS, PROPOSERS
+from skipstone.runtime.available import count_mtp_modules
 from skipstone.spec.dflash import DflashProposer
 from skipstone.spec.draft_model import DraftModelProposer
 from skipstone.spec.hidden_state import HiddenStateProposer
 from skipstone.spec.proposer import Proposer
+from skipstone.spec.several_modules import SeveralModulesProposer
 from skipstone.spec_config import SpecConfig
 
 
-class HeadFolder(NamedTuple):
-    """A draft head's folder, its config.json checked against its target; `where` for messages."""
+@dataclass(frozen=True)
+class Surroundings:
+    """What a proposer is built from; `place` None: without memory, to see whether its files fit."""
 
-    folder: Path
-    raw: dict[str, Any]
-    where: str
-    config: Eagle3Config | DflashConfig
-    weights: StoredWeights
+    info: ModelInfo
+    target: CausalLM
+    max_position: int
+    place: Place | None
 
-    def make(self, target: CausalLM, dtype: torch.dtype, max_position: int) -> Eagle3 | Dflash:
-        """The head without its weights. Raises CheckpointError when the target's cannot replace missing ones."""
-        if isinstance(self.config, DflashConfig):
-            return Dflash(self.config, target, dtype, max_position)
-        return Eagle3(self.config, target, self.weights.tensors, dtype, max_position)
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the target's weights, and so of a draft head's."""
+        return self.target.embed.dtype
+
+    def load(self, make: Callable[[], Model], stored: StoredWeights | None) -> Model:
+        """What `make` makes, with its weights if there is a place for them. Errors as in `models.loader.load`."""
+        if self.place is not None:
+            return load(make, stored, self.place)
+        with torch.device("meta"):
+            model = make()
+        if stored is not None and (error := match_weights(model, stored).error) is not None:
+            raise error
+        return model
+
+
+def make_mtp(spec: SpecConfig, around: Surroundings) -> Proposer:
+    """The MTP modules that stand in the model's own files."""
+    info, weights = around.info, around.info.weights
+    if info.architecture not in DRAFT_HEADS.entries:
+        others = ", ".join(method for method in PROPOSERS if method != "mtp")
+        raise ConfigError(f"spec=mtp: {info.architecture} has no MTP modules; use one of {others}")
+    found = count_mtp_modules(info, weights)
+    if not found:
+        raise ConfigError(
+            f"spec=mtp: config.json of {info.folder.name} declares {info.config.declared_mtp_modules} MTP modules, but "
+            "the files hold no MTP tensors; use another proposer or spec=off"
+        )
+    make = DRAFT_HEADS.load(info.architecture)
+    names = weights.tensors if weights else ()
+    head: DraftHead = around.load(lambda: make(around.target, found, around.dtype, False, names), weights)
+    return (HiddenStateProposer if found == 1 else SeveralModulesProposer)("mtp", head)
+
+
+def make_eagle3(spec: SpecConfig, around: Surroundings) -> Proposer:
+    """An EAGLE-3 head, in the hub's layout or that of the speculators library."""
+    folder, raw, where = _open_head(spec, around.info)
+    config, weights = read_eagle3(raw, around.info.config, where), open_weights(folder, raw)
+    given = (around.target, weights.tensors, around.dtype, around.max_position)
+    with _naming(folder):
+        proposer = HiddenStateProposer("eagle3", around.load(lambda: Eagle3(config, *given), weights))
+    proposer.needs = proposer.needs._replace(default_k=_declared_k(raw, where))
+    return proposer
+
+
+def make_dflash(spec: SpecConfig, around: Surroundings) -> Proposer:
+    """A DFlash head."""
+    folder, raw, where = _open_head(spec, around.info)
+    config, given = read_dflash(raw, around.info.config, where), (around.target, around.dtype, around.max_position)
+    with _naming(folder):
+        return DflashProposer(around.load(lambda: Dflash(config, *given), open_weights(folder, raw)))
+
+
+def make_draft(spec: SpecConfig, around: Surroundings) -> Proposer:
+    """Any language model of the registry that has the target's vocabulary."""
+    folder = head_folder("draft", spec.folder, around.info.folder)
+    try:
+        info = read_model_info(folder)
+    except CheckpointError as error:
+        raise CheckpointError(f"spec=draft: {error}") from None
+    _compare_vocabularies(info, around.info)
+    longest = min(info.config.max_position_embeddings, around.max_position)
+    model = around.load(lambda: info.model_class(info.config, around.dtype, False, longest), info.weights)
+    return DraftModelProposer(model, longest)
 
 
 def head_method(raw: dict[str, Any]) -> str | None:
     """The method that the config.json of a draft head or a draft model is for."""
     names = raw.get("architectures")
     found = raw.get("speculators_model_type") or (names[0] if isinstance(names, list) and names else None)
-    methods = {"LlamaForCausalLMEagle3": "eagle3", "eagle3": "eagle3", "DFlashDraftModel": "dflash"}
-    return (methods | dict.fromkeys(MODELS.entries, "draft")).get(str(found))
+    return next((method for method, row in PROPOSERS.items() if str(found) in row.heads), None)
 
 
-def open_head(method: str, folder: Path, target: ModelInfo) -> HeadFolder:
-    """Read config.json and headers of an EAGLE-3 or DFlash head. Raises ConfigError or CheckpointError."""
+def _open_head(spec: SpecConfig, target: ModelInfo) -> tuple[Path, dict[str, Any], str]:
+    """A head's folder, its config.json, and the latter's name for messages. Raises ConfigError or CheckpointError."""
+    folder = head_folder(spec.method, spec.folder, target.folder)
     raw = read_json(folder / "config.json", "a draft head's folder needs the config.json of its release")
     where, found = f"{folder.name}/config.json", head_method(raw)
-    if found != method:
+    if found != spec.method:
         key = "speculators_model_type" if raw.get("speculators_model_type") is not None else "architectures"
-        hint = (
-            "it must be ['LlamaForCausalLMEagle3'] or speculators' eagle3 for eagle3, ['DFlashDraftModel'] for dflash"
-        )
-        hint = f"use {found}:FOLDER:K for it" if found else hint
-        raise ConfigError(f"{where}: {key}={raw.get(key)!r} does not fit spec={method}; {hint}")
-    read = read_dflash if method == "dflash" else read_eagle3
-    return HeadFolder(folder, raw, where, read(raw, target.config, where), open_weights(folder, raw))
-
-
-def open_draft(folder: Path, target: ModelInfo) -> ModelInfo:
-    """Read a draft model's config.json. Raises ConfigError unless it has the target's tokens, CheckpointError."""
-    try:
-        info = read_model_info(folder)
-    except CheckpointError as error:
-        raise CheckpointError(f"spec=draft: {error}") from None
-    _compare_vocabularies(info, target)
-    return info
-
-
-def make_eagle3(spec: SpecConfig, around: Surroundings) -> Proposer:
-    """An EAGLE-3 head, in the hub's layout or that of the speculators library."""
-    return _make_head("eagle3", spec, around)
-
-
-def make_dflash(spec: SpecConfig, around: Surroundings) -> Proposer:
-    """A DFlash head."""
-    return _make_head("dflash", spec, around)
-
-
-def propose_with(head: HeadFolder, model: Eagle3 | Dflash) -> HiddenStateProposer | DflashProposer:
-    """The proposer of a head. Raises ConfigError for a number of drafts in its config.json that makes no sense."""
-    if isinstance(model, Dflash):
-        return DflashProposer(model)
-    proposer = HiddenStateProposer("eagle3", model)
-    proposer.needs = proposer.needs._replace(default_k=_declared_k(head))
-    return proposer
-
-
-def make_draft(spec: SpecConfig, around: Surroundings) -> Proposer:
-    """Any language model of the registry that has the target's vocabulary."""
-    info = open_draft(head_folder("draft", spec.folder, around.info.folder), around.info)
-    longest = min(info.config.max_position_embeddings, around.max_position)
-    return DraftModelProposer(build_model(info, Build(False, longest, around.place)), longest)
-
-
-def _make_head(method: str, spec: SpecConfig, around: Surroundings) -> Proposer:
-    head = open_head(method, head_folder(method, spec.folder, around.info.folder), around.info)
-    given = (around.target, around.place.dtype, around.max_position)
-    with naming(head.folder):
-        return propose_with(head, load(lambda: head.make(*given), head.weights, around.place))
+        hint = f"use {found}:FOLDER:K for it" if found else f"it must be {' or '.join(PROPOSERS[spec.method].heads)}"
+        raise ConfigError(f"{where}: {key}={raw.get(key)!r} does not fit spec={spec.method}; {hint}")
+    return folder, raw, where
 
 
 @contextmanager
-def naming(folder: Path) -> Iterator[None]:
+def _naming(folder: Path) -> Iterator[None]:
     """What is wrong with the files of a head, with its folder."""
     try:
         yield
@@ -118,16 +132,16 @@ def naming(folder: Path) -> Iterator[None]:
         raise CheckpointError(f"{where}{text}; is this a complete head for this model?") from None
 
 
-def _declared_k(head: HeadFolder) -> int | None:
+def _declared_k(raw: dict[str, Any], where: str) -> int | None:
     """Drafts a step that the speculators config proposes."""
-    declared = head.raw.get("speculators_config")
+    declared = raw.get("speculators_config")
     methods = declared.get("proposal_methods") if isinstance(declared, dict) else None
     first = methods[0] if isinstance(methods, list) and methods else None
     k = first.get("speculative_tokens") if isinstance(first, dict) else None
     if k is None:
         return None
     if not isinstance(k, int) or k < 1:
-        raise ConfigError(f"{head.where}: speculative_tokens={k!r} must be a whole number of at least 1; fix it")
+        raise ConfigError(f"{where}: speculative_tokens={k!r} must be a whole number of at least 1; fix it")
     return k
 
 

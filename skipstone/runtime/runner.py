@@ -1,53 +1,102 @@
-"""Runs a plan on the device: builds the batch, runs the model, verifies, drafts, and brings one result to the host."""
+"""Runs plans on the device: fills the sequence table, starts steps, as graphs where they only decode, reads results."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from skipstone.attention.backend import AttentionGroups
 from skipstone.core.kv_cache import CacheMemory, KVCache
 from skipstone.core.observer import EmittedRun, Observer, Phase
-from skipstone.core.plan import StepOutput, StepPlan, StepResult
-from skipstone.core.request import Request, TokenLogprobs
-from skipstone.core.sampling_rows import SampledRow, sampling_rows
+from skipstone.core.plan import PlanItem, StepPlan, StepResult
+from skipstone.core.request import Request, SamplingParams, TokenLogprobs
+from skipstone.core.sampling_rows import Features
+from skipstone.core.sequence_table import SequenceTable
 from skipstone.kernels.ops import Ops
 from skipstone.kernels.reference.gemm import cpu_threads
 from skipstone.kernels.reference.sampling import decision_scores, token_logprobs
-from skipstone.models.base import CausalLM, HiddenStates, Kept
-from skipstone.runtime.batch_builder import LogitRow, StepRows, build_rows
-from skipstone.runtime.decode_step import DecodeStep, Drafter
-from skipstone.runtime.device_loop import DeviceLoop, DeviceStep
-from skipstone.runtime.device_state import DeviceState
+from skipstone.models.base import CausalLM
+from skipstone.registry import GPU
+from skipstone.runtime.layout import make_layout, packed
+from skipstone.runtime.masks import GrammarMasks, Mask
 from skipstone.runtime.speculation import Speculation
-from skipstone.spec.choose import DraftChooser
-from skipstone.spec.hidden_state import HiddenStateProposer
-from skipstone.spec.proposer import DraftRequest, DraftStep, Proposer, ProposerNeeds
-from skipstone.spec.verify import Run, Verifier
+from skipstone.runtime.step import Forward, Outcome, Step
+from skipstone.spec.proposer import Proposer
 
 # Steps of less work than this (rows x bytes of weights) run on one thread: their operations are so short that a second
 # one gains at most a fifth, and costs a hundredfold where other programs keep the cores busy (2.2 s against 22 ms for
 # 16 rows of a demo, 2 cores).
 ONE_THREAD_BYTES = 1e9
+PLAIN = Features(SamplingParams(), [], 0)
+
+
+class Watched(NamedTuple):
+    """For an observer: of the sampled rows, the model's logits and what the sampler took the maximum of, [L, V]."""
+
+    logits: Tensor
+    scores: Tensor
 
 
 class StepHandle:
-    """A step under way. On the CPU it is over when it is returned; `wait` is the step's one synchronization."""
+    """A step under way. Reading its results is the step's one synchronization."""
 
-    def __init__(self, plan: StepPlan, output: StepOutput) -> None:
+    def __init__(self, plan: StepPlan) -> None:
         self.plan = plan
-        self._output = output
+        self.finished = False
+        self.forward: Forward | None = None
+        self.graph: Any = None  # the DecodeGraph that runs it
+        self.watched: Watched | None = None
+        self._parts: list[Tensor] = []
+        self._width = 0
+        self._logprob_rows: list[tuple[PlanItem, int, int]] = []  # item, number of drafts before it or PAD, top n
+        self._over: torch.cuda.Event | None = None
 
-    def wait(self) -> StepOutput:
-        """The step's results on the host."""
-        return self._output
+    def bring(self, parts: list[Tensor], width: int) -> None:
+        """Begin to copy results to the host; `width`: tokens per item."""
+        self.finished, self.forward, self._width = True, None, width
+        for part in parts:
+            host = torch.empty(part.shape, dtype=part.dtype, device="cpu", pin_memory=part.is_cuda)
+            self._parts.append(host.copy_(part, non_blocking=True))
+        if parts[0].is_cuda:
+            self._over = torch.cuda.Event()
+            self._over.record()
+
+    def wait(self) -> list[StepResult]:
+        """One result per item of the plan."""
+        if self._over is not None:
+            self._over.synchronize()
+        rows, width = iter(self._parts[0].tolist()), self._width
+        results = []
+        for item in self.plan.items:
+            if not item.samples:
+                results.append(StepResult())
+                continue
+            row = next(rows)
+            drafts = [token for token in row[1 + width :] if token >= 0]
+            results.append(StepResult(row[1 : row[0] + 2], row[0], drafts))
+        if self._logprob_rows:
+            self._read_logprobs(results)
+        return results
+
+    def _read_logprobs(self, results: list[StepResult]) -> None:
+        token, logprob, rank, ids, values = (part.tolist() for part in self._parts[1:])
+        of_item = {id(item): result for item, result in zip(self.plan.items, results, strict=True)}
+        for i, (item, place, top) in enumerate(self._logprob_rows):
+            result = of_item[id(item)]
+            entry = TokenLogprobs(token[i], logprob[i], rank[i], ids[i][:top], values[i][:top])
+            if place < 0:
+                result.prompt_logprobs.append(entry)
+            elif place < len(result.token_ids):
+                result.logprobs.append(entry)
 
 
 class ModelRunner:
-    """Owns the model, its caches and its attention groups; drives the proposer and the verifier."""
+    """Owns the model's caches, attention groups and sequence table."""
 
     def __init__(
         self,
@@ -55,200 +104,169 @@ class ModelRunner:
         memory: CacheMemory,
         exact: bool,
         ops: Ops,
-        speculation: Speculation | None = None,
+        speculation: Speculation,
+        max_requests: int,
+        max_tokens: int,
+        graphs: bool = False,
         observer: Observer | None = None,
     ) -> None:
-        self.model = model
-        self.block_size = memory.block_size
-        self.device = memory.device
-        self.ops = ops
+        self.model, self.ops, self.observer = model, ops, observer
+        self.block_size, self.device = memory.block_size, memory.device
         self.weight_bytes = sum(weight.nbytes for weight in model.parameters())
         specs, config = model.cache_specs(), model.config
         self.cache = KVCache(specs, memory)
         self.groups = AttentionGroups(specs, self.cache, config.softmax_scale, config.sparse, exact, ops)
-        self.observer = self.groups.observer = observer
-        self.proposer = speculation.proposer if speculation else None
-        self.verifier = speculation.verifier if speculation else Verifier()
-        self.chooser = speculation.chooser if speculation else DraftChooser("coupled")
-        if self.proposer is not None:
-            self.proposer.bind(memory, ops)
-        self.device_loop: DeviceLoop | None = None
-
-    def make_device_loop(self, max_requests: int, k: int, max_model_len: int, graphs: bool) -> DeviceLoop | None:
-        """Let plans that only decode stay on the device from now on; None where something must look at every step."""
-        proposer, verifier = self.proposer, self.verifier
-        single = isinstance(proposer, HiddenStateProposer) and proposer.head.num_modules == 1
-        by_device = proposer is None or (single and self.chooser.mode != "independent")
-        if not by_device or self.observer is not None or not (verifier.rule == "exact" or verifier.rates):
-            return None
-        drafter = None
-        if isinstance(proposer, HiddenStateProposer):
-            drafter = Drafter(proposer.head, proposer.groups, greedy=self.chooser.mode == "greedy")
-        rates = None
-        if verifier.rates is not None:
-            rates = torch.tensor(verifier.rates, dtype=torch.float64, device=self.device)
+        self.groups.observer = observer
+        if speculation.proposer is not None:
+            speculation.proposer.bind(memory, ops)
         with torch.inference_mode():
-            state = DeviceState(max_requests, k, -(-max_model_len // self.block_size), self.device)
-        step = DecodeStep(self.model, self.groups, drafter, state, self.ops, self.block_size, rates)
-        self.device_loop = DeviceLoop(step, graphs)
-        return self.device_loop
+            self.table = SequenceTable(max_requests, max_tokens, self.block_size, speculation.k, self.device)
+        self.max_tokens, self.most_drafts = max_tokens, speculation.k
+        parts = (model, self.groups, self.table, ops, self.block_size)
+        self.step = Step(*parts, speculation.proposer, speculation.verifier, speculation.draft_sampling, speculation.k)
+        self.features: dict[int, Features] = {}
+        capturable = speculation.proposer is None or speculation.proposer.needs.graphs
+        self.graphs: Any = None  # DecodeGraphs, which a CPU does not load
+        if graphs and capturable and ops.implementation == "triton" and self.device.type != "cpu":
+            self.graphs = GPU.load("graphs")(self.step, max_tokens)
 
-    def execute_next(self, before: DeviceStep) -> DeviceStep:
-        """Start the step after a device step that is under way."""
-        assert self.device_loop is not None
-        with torch.inference_mode(), self._on_device():
-            return self.device_loop.start_next(before)
+    @property
+    def watched(self) -> bool:
+        """Whether an observer is to be told of each step's tokens."""
+        return self.observer is not None and self.observer.wants_runs
 
-    def _on_device(self) -> AbstractContextManager[Any]:
-        """Whatever is made inside is made on the device."""
-        return nullcontext() if self.device.type == "cpu" else self.device
+    @property
+    def proposer(self) -> Proposer | None:
+        """What drafts."""
+        return self.step.proposer
 
-    def execute(self, plan: StepPlan) -> StepHandle | DeviceStep:
-        """Run the plan's rows and sample the rows that yield tokens."""
-        if self.device_loop is not None and self.device_loop.covers(plan):
-            with torch.inference_mode(), self._on_device():
-                return self.device_loop.start(plan)
-        if self.device.type != "cpu":
-            # Whatever a step makes on the way is made on the device.
-            with torch.inference_mode(), self._on_device():
-                return self._execute(plan)
-        small = plan.num_rows * self.weight_bytes <= ONE_THREAD_BYTES
-        with torch.inference_mode(), cpu_threads(1 if small else torch.get_num_threads()):
-            return self._execute(plan)
+    def start(self, plan: StepPlan) -> StepHandle:
+        """Start a plan's step up to its logits."""
+        handle = StepHandle(plan)
+        with torch.inference_mode(), self._place(plan):
+            self._update(plan)
+            if self.graphs is not None and not self.watched and self.graphs.covers(plan):
+                handle.graph = self.graphs.replay(plan)
+                handle.forward = handle.graph.forward
+                return handle
+            layout = make_layout(plan.items, self.table, self.step.needs_every_row or self.watched)
+            handle.forward = self.step.forward(layout)
+            self._ended("target")
+        return handle
 
-    def _execute(self, plan: StepPlan) -> StepHandle:
-        if plan.block_copies:
-            self._copy_blocks(plan.block_copies)
-        rows = build_rows(plan, self.block_size, self._needs_every_row())
-        taps = self.proposer.needs.taps if self.proposer else ()
-        kept = rows.kept and Kept(rows.kept.rows, self.groups.plan(rows.kept.batch))
-        hidden = self.model(rows.batch, self.groups.plan(rows.batch), taps, kept)
-        wanted = (rows.kept or rows).batch.logits_indices
-        logits = self.model.logits(hidden.final[wanted])  # [L, V] float32
-        sampled_logits, prompt_logits = logits.split([len(rows.sampled), len(rows.prompt)])
-        self._ended("target")
-        results = [StepResult() for _ in plan.scheduled]
-        self._verify(plan, rows.sampled, sampled_logits, results)
-        self._report_prompt(plan, rows.prompt, prompt_logits, results)
-        self._ended("verify")
-        if self.proposer is not None:
-            self._draft(self.proposer, plan, rows, hidden, results)
+    def finish(self, handle: StepHandle, masks: GrammarMasks) -> None:
+        """Sample and draft.
+
+        On a GPU drafts are drawn without masks, which would need the drafts before them on the host.
+        """
+        plan, forward = handle.plan, handle.forward
+        assert forward is not None
+        features = [self.features[item.slot] for item in plan.items if item.samples]
+        with torch.inference_mode(), self._place(plan):
+            if handle.graph is not None:
+                if all(each.plain for each in features):
+                    result = handle.graph.finish(any(each.truncated for each in features))
+                    handle.bring([result], forward.layout.most_drafts + 1)
+                    return
+                features += [PLAIN] * (len(forward.layout.counts) - len(features))  # of padding
+            outcome = self.step.finish(forward, features, self._allowed(handle, masks.verified))
+            if self.watched and handle.graph is None:
+                logits = forward.logits[: forward.layout.num_sampled].float()
+                handle.watched = Watched(logits, decision_scores(logits, outcome.rows))
+            self._ended("verify")
+            follows = self.proposer is not None and any(item.follows for item in plan.items)
+            allowed = None
+            if masks.verified and self.device.type == "cpu":
+                emitted = [row[1 : row[0] + 2] for row in outcome.packed.tolist()]
+                allowed = partial(masks.of_drafts, emitted)
+            drafts = self.step.draft(forward, outcome, features, allowed) if follows else None
             self._ended("draft")
-        return StepHandle(plan, StepOutput(results))
+            result = outcome.packed if drafts is None else torch.cat([outcome.packed, drafts], dim=1)
+            handle.bring([result, *self._logprobs(handle, forward, outcome)], outcome.tokens.shape[1])
 
-    def _needs_every_row(self) -> bool:
-        """Whether somebody looks at the last layer's rows that have no logits."""
-        needs = self.proposer.needs if self.proposer else ProposerNeeds("")
-        drafting = needs.final_states or self.model.config.num_layers in needs.taps
-        return drafting or (self.observer is not None and self.observer.wants_runs)
+    def report(self, handle: StepHandle, results: list[StepResult], owners: list[Request | None]) -> None:
+        """Tell the observer what the plan's items emit; their requests have not taken it over yet."""
+        assert handle.watched is not None and self.observer is not None
+        runs, row, first = [], 0, 0
+        for item, result, request in zip(handle.plan.items, results, owners, strict=True):
+            if item.samples and request is not None:
+                count = len(result.token_ids)
+                kept = slice(first, first + count)
+                newest = row + item.num_rows - 1 - item.num_drafts
+                own = (request, len(request.token_ids), result.token_ids, request.drafts[: item.num_drafts])
+                rows, (logits, scores) = list(range(newest, newest + count)), handle.watched
+                runs.append(EmittedRun(*own, result.num_accepted, rows, logits[kept], scores[kept]))
+            row += item.num_rows
+            first += item.num_drafts + 1 if item.samples else 0
+        if runs:
+            self.observer.on_runs(runs)
+
+    def _place(self, plan: StepPlan) -> AbstractContextManager[Any]:
+        """Whatever a step makes on the way is made on its device."""
+        if self.device.type != "cpu":
+            return self.device
+        small = plan.num_rows * self.weight_bytes <= ONE_THREAD_BYTES
+        return cpu_threads(1 if small else torch.get_num_threads())
 
     def _ended(self, phase: Phase) -> None:
-        if self.observer is not None:
-            self.observer.on_phase(phase)
-
-    def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        sources, destinations = torch.tensor(copies).unbind(1)
-        self.cache.copy_blocks(sources, destinations)
-        if self.proposer is not None:
-            self.proposer.copy_blocks(sources, destinations)
-
-    def _verify(self, plan: StepPlan, rows: list[LogitRow], logits: Tensor, results: list[StepResult]) -> None:
-        """Emit the accepted drafts and one more token of every request that samples."""
-        sampled = []
-        for row in rows:  # row j of a request has seen its committed tokens and its first j drafts
-            request = plan.scheduled[row.item].request
-            sampled.append(SampledRow(request, request.drafts[: row.draft]))
-        items = [row.item for row in rows if row.draft == 0]
-        scheduled = [plan.scheduled[item] for item in items]
-        drafts = [item.request.drafts[: item.num_drafts] for item in scheduled]
-        keep = self.chooser.keep_laws
-        laws = [self.chooser.take(item.request, item.num_drafts) for item in scheduled] if keep else None
-        runs = self.verifier.verify(logits, sampled, drafts, laws)
-        kept: list[int] = []  # rows whose token is emitted
-        first = 0
-        for item, run, ids in zip(items, runs, drafts, strict=True):
-            results[item].token_ids, results[item].num_accepted = run.token_ids, run.num_accepted
-            kept += range(first, first + len(run.token_ids))
-            first += len(ids) + 1
-        if self.observer is not None and self.observer.wants_runs and runs:
-            self.observer.on_runs(_emitted_runs(plan, rows, sampled, runs, kept, logits))
-        emitted = [token for run in runs for token in run.token_ids]
-        params = [plan.scheduled[rows[i].item].request.params for i in kept]
-        wanted = [place for place, p in enumerate(params) if p.logprobs is not None]
-        counts = [params[place].logprobs or 0 for place in wanted]
-        entries = _logprobs(logits[[kept[place] for place in wanted]], [emitted[place] for place in wanted], counts)
-        for place, entry in zip(wanted, entries, strict=True):
-            results[rows[kept[place]].item].logprobs.append(entry)
-
-    def _draft(
-        self, proposer: Proposer, plan: StepPlan, rows: StepRows, hidden: HiddenStates, results: list[StepResult]
-    ) -> None:
-        """Have drafts made for the requests that speculate and whose draft caches can be kept up to date."""
-        chosen, requests = [], []
-        for i, (item, result) in enumerate(zip(plan.scheduled, results, strict=True)):
-            request = item.request
-            valid = request.num_draft_computed + max(proposer.needs.next_tokens - 1, 0)
-            missed = proposer.needs.follows_target and valid < item.start
-            if request.max_drafts == 0 or missed:
-                continue
-            draft = DraftRequest(request, slice(*rows.starts[i : i + 2]), item.start, result.token_ids, 0)
-            limit = min(request.max_total_tokens, proposer.needs.max_position or request.max_total_tokens)
-            if proposer.needs.uses_caches and draft.start + item.query_len >= limit:
-                continue
-            chosen.append(i)
-            wanted = max(min(item.num_next_drafts, limit - draft.length - 1), 0)
-            requests.append(draft._replace(wanted=wanted))
-        if not any(request.wanted or proposer.needs.uses_caches for request in requests):
+        if self.observer is None or (self.device.type != "cpu" and not self.observer.wants_phases):
             return
-        step = DraftStep(rows.batch, hidden, requests, self.chooser)
-        for i, drafts in zip(chosen, proposer.propose(step), strict=True):
-            results[i].drafts, results[i].num_draft_computed = drafts.token_ids, drafts.num_computed
-            _cut_illegal(plan.scheduled[i].request, results[i])
+        if self.device.type != "cpu":
+            torch.cuda.synchronize()
+        self.observer.on_phase(phase)
 
-    def _report_prompt(self, plan: StepPlan, rows: list[LogitRow], logits: Tensor, results: list[StepResult]) -> None:
-        """Log-probabilities of the prompt's own next tokens."""
-        items = [plan.scheduled[row.item] for row in rows]
-        following = [item.request.token_ids[row.position + 1] for item, row in zip(items, rows, strict=True)]
-        counts = [item.request.params.prompt_logprobs or 0 for item in items]
-        for row, entry in zip(rows, _logprobs(logits, following, counts), strict=True):
-            results[row.item].prompt_logprobs.append(entry)
+    def _update(self, plan: StepPlan) -> None:
+        """Take over what the plan says about requests and blocks."""
+        if plan.admissions:
+            self.table.admit(plan.admissions)
+            for new in plan.admissions:
+                self.features[new.slot] = Features(new.params, new.end_token_ids, new.num_prompt_tokens)
+        if plan.new_blocks:
+            self.table.own(plan.new_blocks)
+        if plan.block_copies:
+            sources, destinations = self.table.moved(np.array(plan.block_copies, dtype=np.int64).T.copy())
+            self.cache.copy_blocks(sources, destinations)
+            if self.proposer is not None:
+                self.proposer.copy_blocks(sources, destinations)
 
+    def _allowed(self, handle: StepHandle, masks: list[Mask]) -> Tensor | None:
+        """The masks by sampled row; rows without one may choose anything."""
+        if not masks:
+            return None
+        assert handle.forward is not None
+        firsts = handle.forward.layout.first_sampled
+        whole = torch.ones(handle.forward.layout.num_sampled, len(masks[0].allowed), dtype=torch.bool, device="cpu")
+        for mask in masks:
+            whole[firsts[mask.place] + mask.num_drafts] = mask.allowed
+        return self.table.moved(whole.numpy())
 
-def _emitted_runs(
-    plan: StepPlan, rows: list[LogitRow], sampled: list[SampledRow], runs: list[Run], kept: list[int], logits: Tensor
-) -> list[EmittedRun]:
-    """What an observer is told; `kept` are the rows of the runs' tokens, one run after the other."""
-    logits = logits[kept]
-    scores = decision_scores(logits, sampling_rows([sampled[i] for i in kept]))
-    emitted, first = [], 0
-    for run in runs:
-        part = slice(first, first + len(run.token_ids))
-        item = plan.scheduled[rows[kept[first]].item]
-        drafts, places = item.request.drafts[: item.num_drafts], [rows[i].row for i in kept[part]]
-        start = len(item.request.token_ids)
-        own = (run.token_ids, drafts, run.num_accepted, places, logits[part], scores[part])
-        emitted.append(EmittedRun(item.request, start, *own))
-        first = part.stop
-    return emitted
-
-
-def _cut_illegal(request: Request, result: StepResult) -> None:
-    """Drop drafts from the first one on that the request's grammar forbids: they could only cost rows."""
-    if request.grammar is not None and result.drafts:
-        emitted = len(result.token_ids)
-        legal = request.grammar.legal(result.token_ids + result.drafts)
-        del result.drafts[max(legal - emitted, 0) :]
-
-
-def _logprobs(logits: Tensor, token_ids: list[int], counts: list[int]) -> list[TokenLogprobs]:
-    """One entry per row of logits [N, V]; count -1 means the whole vocabulary."""
-    if not token_ids:
-        return []
-    vocab = logits.shape[1]
-    sizes = [vocab if count < 0 else min(count, vocab) for count in counts]
-    values = token_logprobs(logits, torch.tensor(token_ids), max(sizes))
-    logprob, rank, top_ids, top_logprobs = (value.tolist() for value in values)
-    return [
-        TokenLogprobs(token, logprob[i], rank[i], top_ids[i][: sizes[i]], top_logprobs[i][: sizes[i]])
-        for i, token in enumerate(token_ids)
-    ]
+    def _logprobs(self, handle: StepHandle, forward: Forward, outcome: Outcome) -> list[Tensor]:
+        """Log-probabilities of emitted tokens and of prompts' own next ones, as far as anybody wants them."""
+        rows: list[int] = []
+        places: list[int] = []
+        wanted: list[tuple[PlanItem, int, int]] = []
+        sampling = [item for item in handle.plan.items if item.samples]
+        for place, (item, row) in enumerate(zip(sampling, forward.layout.first_sampled.tolist(), strict=False)):
+            count, top = item.num_drafts + 1, self.features[item.slot].logprobs
+            if top is not None:
+                rows += range(row, row + count)
+                places += [place * outcome.tokens.shape[1] + i for i in range(count)]
+                wanted += [(item, i, top) for i in range(count)]
+        row = forward.layout.num_sampled
+        of_prompt = []
+        for item in handle.plan.items:
+            first, last = item.prompt_rows
+            rows += range(row, row + last - first)
+            row += last - first
+            of_prompt += [(item.slot, item.start + place + 1) for place in range(first, last)]
+            top = self.features[item.slot].prompt_logprobs or 0
+            wanted += [(item, -1, top)] * (last - first)
+        if not wanted:
+            return []
+        vocab = forward.logits.shape[1]
+        handle._logprob_rows = [(item, place, vocab if top < 0 else min(top, vocab)) for item, place, top in wanted]
+        most = max(top for *_, top in handle._logprob_rows)
+        slots, positions = np.array(of_prompt, dtype=np.int64).reshape(-1, 2).T
+        index, emitted, slot, position = packed([np.array(rows), np.array(places), slots, positions], self.table)
+        tokens = torch.cat([outcome.tokens.flatten()[emitted], self.table.tokens[slot, position].long()])
+        return [tokens, *token_logprobs(forward.logits[index].float(), tokens, most)]

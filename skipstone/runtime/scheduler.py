@@ -7,11 +7,12 @@ which yields the same text because noise depends on seed and position only.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from skipstone.core.plan import ScheduledRequest, StepOutput, StepPlan
+from skipstone.core.plan import Admission, PlanItem, StepPlan, StepResult
 from skipstone.core.request import FinishReason, Request
 from skipstone.core.speculation import SpeculationStats
 from skipstone.runtime.block_pool import BlockPool, Following, hash_block
@@ -26,6 +27,17 @@ class SchedulerStats:
     prefix_hit_tokens: int = 0
     prefix_query_tokens: int = 0
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
+
+
+@dataclass
+class Place:
+    """Where a running request is on the device, and what is on its way there."""
+
+    slot: int
+    admission: int
+    follows: bool = False  # whether the proposer's caches are as far as the target's
+    num_blocks: int = 0  # that the device knows of
+    under_way: list[PlanItem] = field(default_factory=list)  # at most two: started, and being planned
 
 
 class Scheduler:
@@ -47,10 +59,17 @@ class Scheduler:
         self.prefix_caching = prefix_caching
         self.needs = needs
         self.most_drafts = most_drafts
+        self.pauses_beside_prompts = False
+        """Whether no drafts are made that would be verified beside rows of prompts."""
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.stats = SchedulerStats()
+        self.places: dict[Request, Place] = {}  # of running requests
+        self._admitted: dict[int, Request] = {}  # by number of admission
+        self._numbers = itertools.count()
+        self._free_slots = list(reversed(range(max_requests)))
         self._copies: list[tuple[int, int]] = []
+        self._admissions: list[Admission] = []
 
     @property
     def has_work(self) -> bool:
@@ -61,71 +80,155 @@ class Scheduler:
         """Queue a request behind the others."""
         self.waiting.append(request)
 
-    def schedule(self) -> StepPlan:
-        """The rows of the next step. Reserves blocks for them; may preempt."""
-        scheduled: list[ScheduledRequest] = []
-        self._copies = []
+    def owner(self, item: PlanItem) -> Request | None:
+        """The request of an item; None once it has ended or was preempted."""
+        return self._admitted.get(item.admission)
+
+    def schedule(self, ahead: bool = False) -> StepPlan | None:
+        """The rows of the next step. Reserves blocks for them; may preempt.
+
+        `ahead`: the step before is under way, so what it yields is not known. None where a step must wait for that,
+        as it would have to preempt.
+        """
+        items: list[PlanItem] = []
+        self._copies, self._admissions = [], []
         budget = self.max_rows
         preempted = self.stats.preemptions
         index = 0
         while index < len(self.running) and budget > 0:
-            item = self._plan_rows(self.running[index], budget)
-            if self._reserve(item):
-                scheduled.append(item)
-                budget -= item.query_len
+            request = self.running[index]
+            item = self._plan_rows(request, budget)
+            if item is None or self._reserve(request, item.end):
                 index += 1
+                if item is not None:
+                    items.append(item)
+                    budget -= item.num_rows
+            elif ahead:
+                return None
             elif item.num_drafts:
-                item.request.drafts.clear()  # cheaper to lose than another request's computed tokens
-            elif self._preempt_youngest() is item.request:
+                request.drafts.clear()  # cheaper to lose than another request's computed tokens
+            elif self._preempt_youngest() is request:
                 break
         if self.stats.preemptions == preempted:
-            self._admit(scheduled, budget)
-        scheduled = [self._plan_drafts(item, len(scheduled)) for item in scheduled]
-        scheduled.sort(key=lambda item: item.query_len)
-        return StepPlan(scheduled, self._copies)
+            self._admit(items, budget)
+        if ahead and not items:
+            return None
+        read_on = (bool(self.waiting) and len(self.running) < self.max_requests) or not all(
+            item.samples for item in items
+        )
+        if not (read_on and self.pauses_beside_prompts):
+            items = [self._plan_drafts(item, len(items)) for item in items]
+        items.sort(key=lambda item: item.num_rows)
+        for item in items:
+            self.places[self._admitted[item.admission]].under_way.append(item)
+        return StepPlan(items, self._admissions, self._new_blocks(), self._copies)
 
-    def _admit(self, scheduled: list[ScheduledRequest], budget: int) -> None:
+    def _new_blocks(self) -> list[tuple[int, int, int]]:
+        """Blocks that the device does not know of."""
+        found = []
+        for request in self.running:
+            place = self.places[request]
+            known, place.num_blocks = place.num_blocks, len(request.block_ids)
+            found += [(place.slot, i, request.block_ids[i]) for i in range(known, place.num_blocks)]
+        return found
+
+    def _admit(self, items: list[PlanItem], budget: int) -> None:
         """Start waiting requests while rows, places and blocks last."""
         while self.waiting and budget > 0 and len(self.running) < self.max_requests:
             request = self.waiting[0]
             self._match_prefix(request)
+            self.places[request] = place = Place(self._free_slots[-1], next(self._numbers))
+            place.follows = request.max_drafts > 0 and self.needs is not None
             item = self._plan_rows(request, budget)
-            if not self._reserve(item):
+            if item is None or not self._reserve(request, item.end):
                 self._copies = [copy for copy in self._copies if copy[1] not in request.block_ids]
+                del self.places[request]
                 self._free(request)
                 return
+            self._free_slots.pop()
+            self._admitted[place.admission] = request
             self.running.append(self.waiting.popleft())
+            self._admissions.append(self._admission(request, place))
             self.stats.prefix_query_tokens += len(request.token_ids)
             self.stats.prefix_hit_tokens += item.start
             if request.num_preemptions == 0:
                 request.num_cached_tokens = item.start
-            scheduled.append(item)
-            budget -= item.query_len
+            items.append(item)
+            budget -= item.num_rows
 
-    def _plan_rows(self, request: Request, budget: int) -> ScheduledRequest:
-        committed = len(request.token_ids) - request.num_computed_tokens
+    def _admission(self, request: Request, place: Place) -> Admission:
+        return Admission(
+            slot=place.slot,
+            number=place.admission,
+            token_ids=list(request.token_ids),
+            num_prompt_tokens=request.num_prompt_tokens,
+            start=request.num_computed_tokens,
+            max_total_tokens=request.max_total_tokens,
+            seed=request.seed,
+            params=request.params,
+            end_token_ids=request.banned_token_ids,
+            prediction=request.prediction,
+        )
+
+    def _plan_rows(self, request: Request, budget: int) -> PlanItem | None:
+        """The next rows of a request, none where the step under way surely ends it.
+
+        While a step is under way its drafts all count as kept, and those that it makes as made.
+        """
+        place = self.places[request]
+        start, length, drafts = request.num_computed_tokens, len(request.token_ids), len(request.drafts)
+        for before in place.under_way:
+            if before.samples:
+                start, length, drafts = before.end, max(length, before.end) + 1, before.num_next_drafts
+            else:
+                start, drafts = before.end, 0
+        least = len(request.token_ids) + sum(before.samples for before in place.under_way)
         # A draft past the length limit could never be kept, and its blocks may not exist.
-        del request.drafts[max(request.max_total_tokens - len(request.token_ids) - 1, 0) :]
-        query_len = min(committed + len(request.drafts), budget)
-        drafts = max(query_len - committed, 0)
-        return ScheduledRequest(request, request.epoch, request.num_computed_tokens, query_len, drafts)
+        drafts = min(drafts, max(request.max_total_tokens - least - 1, 0))
+        if least >= request.max_total_tokens:
+            return None
+        if not place.under_way:
+            del request.drafts[drafts:]
+        num_rows = min(length - start + drafts, budget)
+        num_drafts = max(num_rows - (length - start), 0)
+        samples = start + num_rows - num_drafts >= length
+        if self.needs is not None and self.needs.max_position is not None:
+            place.follows = place.follows and start + num_rows < self.needs.max_position
+        return PlanItem(
+            admission=place.admission,
+            slot=place.slot,
+            start=start,
+            num_rows=num_rows,
+            num_drafts=num_drafts,
+            samples=samples,
+            follows=place.follows,
+            prompt_rows=self._prompt_rows(request, start, num_rows),
+        )
 
-    def _plan_drafts(self, item: ScheduledRequest, num_requests: int) -> ScheduledRequest:
+    def _prompt_rows(self, request: Request, start: int, num_rows: int) -> tuple[int, int]:
+        """From and to which of its rows a request wants log-probabilities of the prompt."""
+        if request.params.prompt_logprobs is None:
+            return (0, 0)
+        first = max(start, len(request.prompt_logprobs))  # recomputed rows are not reported twice
+        last = min(start + num_rows, request.num_prompt_tokens - 1)
+        return (first - start, last - start) if first < last else (0, 0)
+
+    def _plan_drafts(self, item: PlanItem, num_requests: int) -> PlanItem:
         """How many drafts to make after the step, with slots for them. Drafts take free blocks only."""
-        most = item.request.max_drafts
-        if not item.samples or not most or self.needs is None:
+        request = self._admitted[item.admission]
+        most = request.max_drafts
+        if not item.samples or not most or self.needs is None or not item.follows:
             return item
         if self.most_drafts is not None:
             most = min(most, self.most_drafts(num_requests))
-        if not self._reserve(item, self.needs.lookahead(most)):
+        if not self._reserve(request, item.end, self.needs.lookahead(most)):
             return item
-        return replace(item, num_next_drafts=most)
+        return item._replace(num_next_drafts=most)
 
-    def _reserve(self, item: ScheduledRequest, lookahead: int = 0) -> bool:
-        """Own enough blocks for the item's rows and `lookahead` more; False when there are not enough."""
-        blocks = item.request.block_ids
-        tokens = item.start + item.query_len
-        tokens = max(min(tokens + lookahead, item.request.max_total_tokens), tokens)
+    def _reserve(self, request: Request, end: int, lookahead: int = 0) -> bool:
+        """Own enough blocks for positions below `end` and `lookahead` more; False when there are not enough."""
+        blocks = request.block_ids
+        tokens = min(end + lookahead, max(request.max_total_tokens, len(request.token_ids)))
         needed = -(-tokens // self.pool.block_size) - len(blocks)
         if needed <= 0:
             return True
@@ -133,25 +236,6 @@ class Scheduler:
         if new is not None:
             blocks.extend(new)
         return new is not None
-
-    def reserve_ahead(self, plan: StepPlan, k: int) -> bool:
-        """Own blocks for the step after a plan that only decodes, whatever it accepts; False when there are too few."""
-        lookahead = self.needs.lookahead(k) if self.needs else 0
-        for item in plan.scheduled:
-            request = item.request
-            if request.max_total_tokens - len(request.token_ids) <= 1:
-                return False  # this step ends it
-            if not self._reserve(replace(item, query_len=2 * (k + 1)), lookahead):
-                return False
-        return True
-
-    def plan_committed(self, requests: list[Request]) -> StepPlan:
-        """The plan of a step that was started before the last one was committed, as it is known now."""
-        scheduled = []
-        for request in requests:
-            if not request.finished and request in self.running:
-                scheduled.append(replace(self._plan_rows(request, self.max_rows), num_next_drafts=request.max_drafts))
-        return StepPlan(scheduled)
 
     def _match_prefix(self, request: Request) -> None:
         """Take over cached blocks. The last token is always computed, as its logits are wanted."""
@@ -182,38 +266,56 @@ class Scheduler:
 
     def _preempt_youngest(self) -> Request:
         victim = self.running.pop()
+        self._leave(victim)
         self._free(victim)
         victim.drafts.clear()
-        victim.epoch += 1
         victim.num_preemptions += 1
         self.stats.preemptions += 1
         self.waiting.appendleft(victim)
         return victim
+
+    def preempt_all(self) -> None:
+        """Have everything computed again: nobody knows what the device has done."""
+        while self.running:
+            self._preempt_youngest()
+
+    def _leave(self, request: Request) -> None:
+        """Give up a slot. What runs in it yet, or was admitted by a plan that is being made, counts no more."""
+        place = self.places.pop(request)
+        del self._admitted[place.admission]
+        self._free_slots.append(place.slot)
+        self._admissions = [new for new in self._admissions if new.number != place.admission]
 
     def _free(self, request: Request) -> None:
         self.pool.release(request.block_ids)
         request.block_ids, request.block_hashes = [], []
         request.num_computed_tokens = request.num_draft_computed = 0
 
-    def commit(self, plan: StepPlan, output: StepOutput) -> list[tuple[Request, list[int]]]:
+    def commit(self, plan: StepPlan, results: list[StepResult]) -> list[tuple[Request, list[int]]]:
         """Take over a step's results; returns each request that got tokens or ended, with the tokens it keeps.
 
-        Results of an older epoch (preempted or aborted since the plan was made) are dropped.
+        Results of requests that were preempted or aborted since the plan was made are dropped.
         """
         committed = []
-        for item, result in zip(plan.scheduled, output.results, strict=True):
-            request = item.request
-            if request.epoch != item.epoch or request.finished:
+        for item, result in zip(plan.items, results, strict=True):
+            request = self.owner(item)
+            if request is None:
                 continue
-            request.num_computed_tokens = item.start + item.query_len - item.num_drafts + result.num_accepted
-            request.num_draft_computed = result.num_draft_computed
+            self.places[request].under_way.remove(item)
+            num_drafts = min(item.num_drafts, len(request.drafts))
+            request.num_computed_tokens += item.num_rows - item.num_drafts + result.num_accepted
             request.drafts = result.drafts
             request.prompt_logprobs.extend(result.prompt_logprobs)
             kept = request.commit(result.token_ids)
             request.num_accepted = min(result.num_accepted, len(kept))
-            request.speculation.record(item.num_drafts, request.num_accepted)
-            self.stats.speculation.record(item.num_drafts, request.num_accepted)
+            computed = (request.num_computed_tokens, len(request.token_ids))
+            request.num_draft_computed = self.needs.num_computed(*computed) if item.follows and self.needs else 0
+            request.speculation.record(num_drafts, request.num_accepted)
+            self.stats.speculation.record(num_drafts, request.num_accepted)
             request.logprobs.extend(result.logprobs[: len(kept)])
+            if request.grammar is not None and request.drafts:
+                # From the first that the grammar forbids on they could only cost rows.
+                del request.drafts[request.grammar.legal(request.drafts) :]
             self._register_full_blocks(request)
             if request.finished:
                 self._retire(request)
@@ -262,12 +364,12 @@ class Scheduler:
         if request.finished:
             return
         request.finish_reason = reason
-        request.epoch += 1
         self._retire(request)
 
     def _retire(self, request: Request) -> None:
-        if request in self.running:
+        if request in self.places:
             self.running.remove(request)
+            self._leave(request)
         else:
             self.waiting.remove(request)
         self._free(request)

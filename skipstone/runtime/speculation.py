@@ -6,20 +6,14 @@ from typing import Any, NamedTuple
 
 from skipstone.config import EngineConfig
 from skipstone.errors import ConfigError, UnsupportedError
-from skipstone.models.base import CausalLM, DraftHead
-from skipstone.models.loader import ModelInfo, Place, load
-from skipstone.registry import DRAFT_HEADS, PROPOSERS
+from skipstone.models.loader import ModelInfo
+from skipstone.registry import PROPOSERS
 from skipstone.runtime.available import count_mtp_modules
 from skipstone.runtime.k_table import KTable, asked_spec
-from skipstone.spec.choose import DraftChooser
-from skipstone.spec.hidden_state import HiddenStateProposer
-from skipstone.spec.ngram import NgramProposer
+from skipstone.runtime.proposers import Surroundings
+from skipstone.spec.draft_sampler import DraftSampling
 from skipstone.spec.proposer import Proposer
-from skipstone.spec.several_modules import SeveralModulesProposer
 from skipstone.spec.verify import Verifier
-from skipstone.spec_config import SpecConfig
-
-DEFAULT_K = {"mtp": 3, "eagle3": 3, "ngram": 4, "draft": 4}
 
 
 class Speculation(NamedTuple):
@@ -28,7 +22,7 @@ class Speculation(NamedTuple):
     proposer: Proposer | None
     k: int
     reason: str
-    chooser: DraftChooser
+    draft_sampling: DraftSampling
     verifier: Verifier
     table: KTable | None = None
 
@@ -38,7 +32,7 @@ class Speculation(NamedTuple):
         if self.proposer is None:
             return f"off ({self.reason})"
         drafts = f"k up to {self.k} by batch size" if self.table else f"k = {self.k}"
-        text = f"{self.proposer.needs.name}, {drafts} ({self.reason}); {self.chooser.mode} drafts"
+        text = f"{self.proposer.needs.name}, {drafts} ({self.reason}); {self.draft_sampling} drafts"
         if self.verifier.rule != "exact":
             text += f"; verified by {self.verifier.rule}: the text depends on the drafts, its law does not"
         return text + ("; SIMULATED acceptance: the text means nothing" if self.simulated else "")
@@ -49,22 +43,15 @@ class Speculation(NamedTuple):
         return self.verifier.rates is not None
 
 
-class Surroundings(NamedTuple):
-    """What a proposer is built from."""
-
-    info: ModelInfo
-    target: CausalLM
-    max_position: int
-    place: Place
-
-
 def make_speculation(config: EngineConfig, around: Surroundings) -> Speculation:
     """Build the proposer that `config.spec` names.
 
     Raises ConfigError, CheckpointError, or UnsupportedError naming both features that cannot work together.
     """
     spec, table = asked_spec(config)
-    rates = _conditional(spec.acceptance_rates)
+    given = spec.acceptance_rates
+    # Of each draft, where those before it were accepted.
+    rates = given and [rate / before if before else 0.0 for rate, before in zip(given, [1.0, *given], strict=False)]
     method, reason = spec.method, "as asked"
     if method == "auto":
         method, reason = _choose(around.info)
@@ -77,23 +64,23 @@ def make_speculation(config: EngineConfig, around: Surroundings) -> Speculation:
             "target's noise, and that rule needs drafts that do not; use independent or greedy, or verification=exact"
         )
     sampling: Any = asked or ("independent" if needs_laws else "coupled")
-    chooser, verifier = DraftChooser(sampling, keep_laws=needs_laws), Verifier(verification, rates)
+    verifier = Verifier(verification, rates)
     if method == "off" or spec.k == 0:
         if rates is not None:
             raise ConfigError(
                 f"spec={config.spec!r} makes no drafts, so simulate_acceptance has nothing to accept; leave one out"
             )
-        given = {"verification": verification if verification != "exact" else None, "draft_sampling": asked}
-        idle = "".join(f"; {name}={value} has no effect" for name, value in given.items() if value)
+        options = {"verification": verification if verification != "exact" else None, "draft_sampling": asked}
+        idle = "".join(f"; {name}={value} has no effect" for name, value in options.items() if value)
         why = (reason if method == "off" else "k = 0") + idle
-        return Speculation(None, 0, why, DraftChooser("coupled"), Verifier())
-    proposer: Proposer = PROPOSERS.load(method)(spec, around)
+        return Speculation(None, 0, why, "coupled", Verifier())
+    proposer: Proposer = PROPOSERS[method].load()(spec, around)
     most = proposer.needs.max_k
-    usual = proposer.needs.default_k or DEFAULT_K[method]
+    usual = proposer.needs.default_k or PROPOSERS[method].default_k
     k = spec.k or min(usual, most or usual)
     if most is not None and k > most:
         raise ConfigError(f"spec={config.spec!r}: k={k} is more than {method} can draft at once; at most {most}")
-    return Speculation(proposer, k, f"by {config.k_table}" if table else reason, chooser, verifier, table)
+    return Speculation(proposer, k, f"by {config.k_table}" if table else reason, sampling, verifier, table)
 
 
 def _choose(info: ModelInfo) -> tuple[Any, str]:
@@ -102,37 +89,5 @@ def _choose(info: ModelInfo) -> tuple[Any, str]:
     if found:
         return "mtp", f"auto: the files hold {found} MTP module{'s' if found > 1 else ''}"
     declared = info.config.declared_mtp_modules
-    if declared:
-        return "off", f"auto: config.json declares {declared} MTP modules, but the files hold no MTP tensors"
-    return "off", "auto: the files hold no MTP tensors"
-
-
-def _conditional(rates: list[float] | None) -> list[float] | None:
-    """Acceptance rates per position, each given that the drafts before were accepted; if acceptance is simulated."""
-    if rates is None:
-        return None
-    before = [1.0, *rates]
-    return [rate / last if last else 0.0 for rate, last in zip(rates, before, strict=False)]
-
-
-def make_mtp(spec: SpecConfig, around: Surroundings) -> Proposer:
-    """The MTP modules that stand in the model's own files."""
-    info = around.info
-    if info.architecture not in DRAFT_HEADS.entries:
-        raise ConfigError(f"spec=mtp: {info.architecture} has no MTP modules; use ngram, eagle3, dflash or draft")
-    weights = info.weights
-    found = count_mtp_modules(info, weights)
-    if not found:
-        raise ConfigError(
-            f"spec=mtp: config.json of {info.folder.name} declares {info.config.declared_mtp_modules} MTP modules, but "
-            "the files hold no MTP tensors; use another proposer or spec=off"
-        )
-    make = DRAFT_HEADS.load(info.architecture)
-    names = weights.tensors if weights else ()
-    head: DraftHead = load(lambda: make(around.target, found, around.place.dtype, False, names), weights, around.place)
-    return (HiddenStateProposer if found == 1 else SeveralModulesProposer)("mtp", head)
-
-
-def make_ngram(spec: SpecConfig, around: Surroundings) -> Proposer:
-    """Prompt lookup."""
-    return NgramProposer(spec.min_match, spec.max_match)
+    but = f"config.json declares {declared} MTP modules, but " if declared else ""
+    return "off", f"auto: {but}the files hold no MTP tensors"

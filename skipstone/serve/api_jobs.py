@@ -14,10 +14,6 @@ from skipstone.serve.generation import Job
 from skipstone.serve.service import Service, plain_messages
 
 COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; the engine ends a text where the context does
-SAME_NAME = (
-    *("temperature", "top_p", "top_k", "min_p", "n", "stop", "stop_token_ids", "include_stop_str_in_output", "seed"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "ignore_eos", "skip_special_tokens"),
-)
 API_NAMES = {name: name for name in SamplingParams.__struct_fields__} | {"num_speculative_tokens": "speculation.k"}
 
 
@@ -144,7 +140,9 @@ def _params(
     names: dict[str, str],
 ) -> SamplingParams:
     values: dict[str, Any] = dict(service.llm.default_params)
-    values |= {name: value for name in SAME_NAME if (value := getattr(body, name)) is not None}
+    for name in SamplingParams.__struct_fields__:
+        if (value := getattr(body, name, None)) is not None:
+            values[name] = value
     values |= wanted
     if asked is not None:
         values[asked.field] = asked.value

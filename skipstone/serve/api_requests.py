@@ -6,10 +6,12 @@ means that the field was left out.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import msgspec
 from msgspec import Meta
+
+from skipstone.core.request import STRUCTURED_FIELDS, SamplingParams
 
 MOST_CHOICES = 16
 MOST_STOPS = 4
@@ -144,28 +146,37 @@ class StructuredOutputs(Body, kw_only=True):
     json_object: bool | None = None
 
 
-class Sampling(Body, kw_only=True):
+# Parameters of the engine that a body asks for in another way, holds to limits of its own, or that are read by name.
+OTHERWISE = (
+    *("n", "max_tokens", "stop", "stop_token_ids", "logit_bias", "logprobs", "prompt_logprobs", "skip_special_tokens"),
+    *("num_speculative_tokens", *STRUCTURED_FIELDS),
+)
+
+
+def body_of(params: type[SamplingParams]) -> type[msgspec.Struct]:
+    """The other parameters as optional fields of a body, with their ranges and meanings."""
+    kinds = get_type_hints(params, include_extras=True)
+    fields = [(name, kind | None, None) for name, kind in kinds.items() if name not in OTHERWISE]
+    return msgspec.defstruct("EngineParams", fields, bases=(Body,), kw_only=True)
+
+
+if TYPE_CHECKING:
+    EngineParams = Body
+else:
+    EngineParams = body_of(SamplingParams)
+
+
+class Sampling(EngineParams, kw_only=True):
     """What both kinds of completion take."""
 
     model: str | None = None
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     n: Annotated[int, Meta(ge=1, le=MOST_CHOICES)] | None = None
     stop: StopText | Annotated[list[StopText], Meta(max_length=MOST_STOPS)] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=MOST_STOP_IDS)] | None = None
-    include_stop_str_in_output: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
-    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
     logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
-    min_tokens: TokenId | None = None
-    ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_token_strs: bool | None = None

@@ -32,6 +32,7 @@ COMMANDS = Registry(
         "doctor": "tools.doctor:COMMAND",
         "bench kernels": "tools.bench_kernels:COMMAND",
         "bench decode": "tools.bench_decode:COMMAND",
+        "bench load": "tools.bench_load:COMMAND",
         "bench serve": "tools.bench_serve:COMMAND",
         "version": "serve.cli_version:COMMAND",
     },

@@ -16,7 +16,7 @@ from skipstone.models.locate import head_folder, locate
 from skipstone.runtime.k_table import asked_spec
 from skipstone.serve.cli_options import Settings
 from skipstone.serve.cli_output import note, sampling_line, show_card
-from skipstone.spec_config import NEED_FOLDER
+from skipstone.spec_config import needs_folder
 
 if TYPE_CHECKING:
     from skipstone.core.observer import Observer
@@ -56,7 +56,7 @@ def check_engine(config: EngineConfig) -> Path:
     """
     folder = locate(config.model)
     spec, _ = asked_spec(config)
-    if spec.method in NEED_FOLDER and spec.k != 0:
+    if needs_folder(spec.method) and spec.k != 0:
         head_folder(spec.method, spec.folder, folder)
     if config.device != "auto" or config.kernels != "auto":
         from skipstone.kernels.dispatch import choose_device, choose_dtype, choose_ops

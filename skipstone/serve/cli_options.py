@@ -41,33 +41,6 @@ _METAVARS = {"integer": "N", "number": "X", "choice": "NAME", "text": "NAME", "t
     "biases": "ID=BIAS",
 }
 
-SAMPLING_HELP = {
-    "n": "answers per prompt",
-    "temperature": "0: always the likeliest token; 1: the model's own distribution",
-    "top_k": "only the k likeliest tokens; 0: all",
-    "top_p": "only the likeliest tokens that hold this probability together",
-    "min_p": "only tokens with at least this share of the likeliest one's probability",
-    "repetition_penalty": "divides the scores of tokens already seen, prompt included",
-    "presence_penalty": "subtracted once from tokens already generated",
-    "frequency_penalty": "subtracted for every time a token was generated",
-    "logit_bias": "ID=BIAS, added to the score of a token; may be repeated",
-    "max_tokens": "most tokens of an answer; none: up to the context length",
-    "min_tokens": "no end of text before this many tokens",
-    "stop": "end at this text; may be repeated",
-    "stop_token_ids": "end at these token ids, as 5,6; may be repeated",
-    "include_stop_str_in_output": "keep the stop text in the answer",
-    "ignore_eos": "go on after an end-of-text token",
-    "logprobs": "log-probabilities of each token and of the N likeliest; -1: all",
-    "prompt_logprobs": "the same for the tokens of the prompt",
-    "seed": "equal seeds give equal answers",
-    "skip_special_tokens": "leave special tokens out of the text",
-    "num_speculative_tokens": "drafts per step, at most the engine's; 0: none. Changes the speed, never the text",
-    "json_schema": "the text is JSON that fits this schema (JSON text)",
-    "regex": "the text matches this regular expression",
-    "grammar": "the text fits this Lark grammar",
-    "choice": "the text is one of these; may be repeated",
-}
-
 
 @dataclass(frozen=True)
 class Settings:
@@ -224,7 +197,7 @@ def _dashes(argument: str) -> str:
 
 
 def _add_flag(group: argparse._ArgumentGroup, option: Option, default: Any) -> None:
-    text = option.help or SAMPLING_HELP[option.name]
+    text = option.help
     if option.kind == "choice":
         text += f" ({option.allowed})"
     if default is not msgspec.NODEFAULT and default not in ([], {}, None):

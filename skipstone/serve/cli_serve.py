@@ -34,7 +34,14 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     with listener:
         observer = StepObserver()
         with open_model(settings, args.quiet, observer) as (llm, _):
+            if config.warmup == "all":
+                llm.engine.warm_up(_tick)
             return serve(llm, config, listener, observer, quiet=args.quiet)
+
+
+def _tick(done: int, total: int) -> None:
+    if done * 4 // total > (done - 1) * 4 // total:
+        note(f"warm-up: {done} of {total} kinds of steps")
 
 
 def _run_on_ray(config: ServerConfig, settings: Settings, quiet: bool) -> int:

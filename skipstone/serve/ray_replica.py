@@ -29,6 +29,8 @@ class Replica:
         set_up(config.log_format)
         observer = StepObserver()
         llm = LLM(config=engine, observer=observer)
+        if config.warmup == "all":
+            llm.engine.warm_up()
         context = serve.get_replica_context()
         self.service = Service(llm, config, observer, str(context.rank.rank))
         self.app = make_app(self.service)

@@ -61,6 +61,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_replicas: Annotated[
         Positive | None, Meta(description="start more under load, up to this many; none: always the same number")
     ] = None
+    warmup: Annotated[
+        Literal["all", "none"], Meta(description="GPU: what is compiled and captured before the first request")
+    ] = "all"
     ui: Annotated[bool, Meta(description="serve the page at /")] = True
     metrics_prefix: Annotated[str, Meta(description="before the names of the metrics that vLLM also has")] = "vllm:"
 

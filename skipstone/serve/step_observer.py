@@ -12,6 +12,8 @@ from skipstone.serve.metrics import PhaseClock
 class StepObserver(PhaseClock):
     """Lives on the engine's thread. Looks at selections only while a request is traced."""
 
+    wants_phases = False  # steps that overlap are worth more than the times of their parts
+
     def __init__(self) -> None:
         super().__init__()
         self._traced: dict[str, list[LayerRead]] = {}

@@ -61,6 +61,7 @@ class Tokenizer:
         """
         self.context: int | None = None
         """Most tokens that are of use; text that must have more is refused before any work is done on it."""
+        self.advice = "or use a model with a longer one"
 
     @cached_property
     def longest_token(self) -> int:
@@ -161,9 +162,9 @@ class Tokenizer:
         }
         further = {name: value for name, value in (variables or {}).items() if value is not None}
         self._check_variables(further, {"messages", "bos_token", "eos_token", *given})
-        spelled = len(msgspec.json.encode(given["tools"]).decode()) if tools else 0
-        self._check_length(spelled + sum(len(message["content"]) for message in plain))
         try:
+            spelled = len(msgspec.json.encode(given["tools"]).decode()) if tools else 0
+            self._check_length(spelled + sum(len(message["content"]) for message in plain))
             text = self._render(plain, self._takes_parts, **given, **further)
         except TEMPLATE_ERRORS as error:
             raise RequestError(f"the chat template of {self.folder} refused the messages: {error}") from error
@@ -271,7 +272,7 @@ class Tokenizer:
         if characters > most:
             raise RequestError(
                 f"the text has {characters} characters, but the context holds {self.context} tokens of at most "
-                f"{self.longest_token}; shorten it"
+                f"{self.longest_token}; shorten it ({self.advice})"
             )
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:

@@ -1,65 +1,38 @@
-"""Prompt lookup: drafts are what followed the last few tokens when they stood in the context before. Host only."""
+"""Prompt lookup: drafts are what followed the last few tokens when they stood in the context before."""
 
 from __future__ import annotations
 
-from weakref import WeakKeyDictionary
-
+import torch
 from torch import Tensor
 
 from skipstone.core.batch import PAD
 from skipstone.core.kv_cache import CacheMemory, CacheSpec
-from skipstone.core.request import Request
+from skipstone.core.sequence_table import NUM_PROMPT
 from skipstone.kernels.ops import Ops
-from skipstone.spec.proposer import DraftRequest, Drafts, DraftStep, ProposerNeeds
+from skipstone.spec.proposer import DraftStep, ProposerNeeds
+from skipstone.spec_config import SpecConfig
 
 
-class Lookup:
-    """A growing text, and the earliest other occurrence of the longest suffix that has one.
+def find_drafts(tokens: Tensor, length: Tensor, k: int, min_match: int, max_match: int) -> Tensor:
+    """Up to k tokens that followed the earliest other occurrence of the longest matching suffix, then PAD.
 
-    The suffix has min_match to max_match tokens; occurrences may overlap it. A token more takes at most max_match
-    steps, however long the text is.
+    tokens [D, W] integers, of which the first `length` [D] count; PAD among them matches nothing and ends the drafts.
+    The suffix has min_match to max_match tokens; occurrences may overlap it. -> [D, k] int64.
     """
-
-    def __init__(self, min_match: int, max_match: int) -> None:
-        self._min_match, self._max_match = min_match, max_match
-        self._token_ids: list[int] = []
-        # A tree of what the text has contained, read backwards: below the root the last token, then the one before it,
-        # up to max_match. A node stays a leaf until it occurs a second time: text that never repeats takes one a token.
-        self._children: dict[int, int] = {}  # node << 32 plus a token -> node
-        self._ends = [0]  # of every node: the place behind its earliest occurrence
-        self._follows: int | None = None  # the place behind the occurrence that was looked for
-        self.as_predicted = True
-        """For who extends it: whether the output is what its caller has predicted."""
-
-    def __len__(self) -> int:
-        return len(self._token_ids)
-
-    def drafts(self, k: int) -> list[int]:
-        """Up to k tokens behind the occurrence; empty if there is none."""
-        return [] if self._follows is None else self._token_ids[self._follows : self._follows + k]
-
-    def extend(self, token_ids: list[int]) -> None:
-        """Add tokens to the text and look again."""
-        for token_id in token_ids:
-            self._append(token_id)
-
-    def _append(self, token_id: int) -> None:
-        text, children, ends = self._token_ids, self._children, self._ends
-        text.append(token_id)
-        node, matched = 0, 0
-        while matched < min(self._max_match, len(text)):
-            if matched and ends[node] > matched:
-                earliest = (node << 32) + text[ends[node] - matched - 1]
-                if earliest not in children:  # the node was a leaf, and has now occurred a second time
-                    children[earliest] = len(ends)
-                    ends.append(ends[node])
-            latest = (node << 32) + text[-matched - 1]
-            if latest not in children:
-                children[latest] = len(ends)
-                ends.append(len(text))
-                break
-            node, matched = children[latest], matched + 1
-        self._follows = ends[node] if matched >= self._min_match else None
+    width = tokens.shape[1]
+    column = torch.arange(width, device=tokens.device)
+    going = column < length[:, None] - 1  # [D, W] whether all compared so far agreed, for a suffix that ends there
+    matched = torch.zeros(tokens.shape, dtype=torch.int16, device=tokens.device)
+    for back in range(min(max_match, width)):
+        suffix = tokens.gather(1, (length[:, None] - 1 - back).clamp(min=0))  # [D, 1]
+        going[:, :back] = False
+        going[:, back:] &= (tokens[:, : width - back] == suffix) & (suffix >= 0)
+        matched += going
+    best, place = matched.max(dim=1, keepdim=True)  # the first of equal ones
+    follows = place + 1 + torch.arange(k, device=tokens.device)
+    drafts = tokens.gather(1, follows.clamp(max=width - 1)).long()
+    real = (best >= min_match) & (follows < length[:, None]) & (drafts >= 0)
+    return torch.where(real.long().cumprod(dim=1) > 0, drafts, PAD)
 
 
 class NgramProposer:
@@ -67,8 +40,7 @@ class NgramProposer:
 
     def __init__(self, min_match: int, max_match: int) -> None:
         self.min_match, self.max_match = min_match, max_match
-        self.needs = ProposerNeeds("ngram")
-        self._lookups: WeakKeyDictionary[Request, Lookup] = WeakKeyDictionary()
+        self.needs = ProposerNeeds("ngram", graphs=False)  # a graph would search all positions that there could be
 
     def cache_specs(self) -> list[CacheSpec]:
         """None."""
@@ -80,24 +52,29 @@ class NgramProposer:
     def copy_blocks(self, sources: Tensor, destinations: Tensor) -> None:
         """Nothing to copy."""
 
-    def propose(self, step: DraftStep) -> list[Drafts]:
+    def propose(self, step: DraftStep) -> Tensor | None:
         """Look up each request's own tokens, and what its caller has predicted."""
-        return [Drafts(self._find(request)) for request in step.requests]
+        if not step.k:
+            return None
+        slots, length = step.draft_slots, step.newest + 1
+        tokens = step.table.tokens[:, : step.max_seq_len][slots]  # [D, W]
+        if step.table.predictions is None:
+            return find_drafts(tokens, length, step.k, self.min_match, self.max_match)
+        predicted = step.table.predictions[slots]  # [D, P]
+        gap = torch.full_like(predicted[:, :1], PAD)
+        both, behind = torch.cat([predicted, gap, tokens], dim=1), predicted.shape[1] + 1
+        found = find_drafts(both, length + behind, step.k, self.min_match, self.max_match)
+        written = length - step.draft_at.integers(NUM_PROMPT)
+        column = torch.arange(predicted.shape[1], device=length.device)
+        output = tokens.gather(1, (column + (length - written)[:, None]).clamp(max=tokens.shape[1] - 1))
+        agrees = ((output == predicted) | (column >= written[:, None])).all(dim=1, keepdim=True)
+        agrees &= (written <= (predicted >= 0).sum(dim=1))[:, None] & (predicted[:, :1] >= 0)
+        ahead = written[:, None] + torch.arange(step.k, device=length.device)
+        going_on = predicted.gather(1, ahead.clamp(max=predicted.shape[1] - 1)).long()
+        going_on = torch.where(ahead < predicted.shape[1], going_on, PAD)
+        return torch.where(agrees, going_on, found)
 
-    def _find(self, draft: DraftRequest) -> list[int]:
-        request, prediction = draft.request, draft.request.prediction
-        before = [*prediction, PAD] if prediction else []
-        lookup = self._lookups.get(request)
-        if lookup is None:
-            lookup = self._lookups[request] = Lookup(self.min_match, self.max_match)
-            lookup.extend(before)
-        known, end = len(lookup) - len(before), draft.length if draft.emitted else draft.num_valid
-        new = draft.tokens(known, end)
-        lookup.extend(new)
-        output = new[max(request.num_prompt_tokens - known, 0) :]
-        place = max(known - request.num_prompt_tokens, 0)
-        lookup.as_predicted &= output == prediction[place : place + len(output)]
-        if prediction and lookup.as_predicted:
-            return prediction[place + len(output) : place + len(output) + draft.wanted]
-        drafts = lookup.drafts(draft.wanted)
-        return drafts[: drafts.index(PAD)] if PAD in drafts else drafts
+
+def make_ngram(spec: SpecConfig, around: object) -> NgramProposer:
+    """Prompt lookup as asked for."""
+    return NgramProposer(spec.min_match, spec.max_match)

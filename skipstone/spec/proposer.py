@@ -6,43 +6,43 @@ scheduler.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
-from skipstone.core.batch import Batch
-from skipstone.core.kv_cache import CacheMemory, CacheSpec
-from skipstone.core.request import Request
-from skipstone.core.sampling_rows import SampledRow
+from skipstone.attention.backend import AttentionGroups, SparseSettings
+from skipstone.core.batch import PAD, Batch, Span
+from skipstone.core.kv_cache import CacheMemory, CacheSpec, KVCache
+from skipstone.core.sequence_table import SequenceTable, SlotRows, table_columns
 from skipstone.kernels.ops import Ops
-from skipstone.models.base import HiddenStates
-
-Chooser = Callable[[Tensor, list[SampledRow]], list[int]]
+from skipstone.models.base import HiddenStates, Kept
+from skipstone.spec.draft_sampler import DraftSampler
 
 
 class ProposerNeeds(NamedTuple):
     """What a proposer declares.
 
     `next_tokens` L: its caches at position p depend on the tokens up to p + L, so that a cached block can only be
-    shared by requests whose next L tokens agree. `follows_target`: its caches are filled from the target's hidden
-    states, so a step that it misses cannot be made up. `block_unit`: cache blocks must be a multiple of this many
-    tokens. `default_k`: drafts a step when the user names no number. `least_lookahead`: slots that a draft pass takes
-    however few drafts are wanted. `final_states`: it reads every row's state after the last layer, so that none can be
-    left out; taps of the last output say the same. `remarks`: what a user should know of it, see `describe`.
+    shared by requests whose next L tokens agree. A step that its caches miss cannot be made up. `block_unit`: cache
+    blocks must be a multiple of this many tokens. `default_k`: drafts a step when the user names no number.
+    `least_lookahead`: slots that a draft pass takes however few drafts are wanted. `final_states`: it reads every row's
+    state after the last layer, so that none can be left out; taps of the last output say the same. `graphs`: whether
+    its work can be captured. `remarks`: what a user should know of it, see `describe`.
     """
 
     name: str
     taps: tuple[int, ...] = ()
     next_tokens: int = 0
     uses_caches: bool = False
-    follows_target: bool = False
     max_k: int | None = None
     max_position: int | None = None
     block_unit: int = 1
     default_k: int | None = None
     least_lookahead: int = 0
     final_states: bool = False
+    graphs: bool = True
     remarks: tuple[str, ...] = ()
 
     def describe(self, longest: int) -> str:
@@ -57,48 +57,107 @@ class ProposerNeeds(NamedTuple):
         """Slots beyond the committed tokens that drafting k tokens may write."""
         return max(k + 1, self.least_lookahead) if self.uses_caches and k else 0
 
-
-class DraftRequest(NamedTuple):
-    """One request after verification. Its committed tokens are request.token_ids, then `emitted`."""
-
-    request: Request
-    rows: slice  # its rows in the target's batch
-    start: int  # position of the first of them
-    emitted: list[int]  # this step's tokens; empty for a chunk that ends inside the prompt
-    wanted: int  # drafts to make; 0: only keep the caches up to date
-
-    @property
-    def length(self) -> int:
-        """N, committed tokens; the target's caches are valid below N - 1, or up to the chunk's end."""
-        return len(self.request.token_ids) + len(self.emitted)
-
-    @property
-    def num_valid(self) -> int:
-        """Positions at which the target's caches hold committed tokens after the step."""
-        end = self.start + self.rows.stop - self.rows.start
-        return min(end, self.length - 1) if self.emitted else end
-
-    def tokens(self, start: int, end: int) -> list[int]:
-        """Committed tokens at positions start to end - 1, as far as there are any."""
-        known = len(self.request.token_ids)
-        part = self.request.token_ids[start:end]
-        return part + self.emitted[max(start - known, 0) : max(end - known, 0)]
+    def num_computed(self, num_computed_tokens: int, num_tokens: int) -> int:
+        """Positions that its caches cover for good, once the target's cover `num_computed_tokens` of `num_tokens`."""
+        return min(num_computed_tokens, max(num_tokens - self.next_tokens, 0)) if self.uses_caches else 0
 
 
-class DraftStep(NamedTuple):
-    """What a proposer is given after verification."""
+@dataclass(frozen=True)
+class DraftStep:
+    """What a proposer is given after verification: R requests with T rows, D of which draft k tokens.
 
+    Host integers are known before the step runs; everything else stays on the device.
+    """
+
+    table: SequenceTable
+    at: SlotRows  # of the R requests, as before the step
+    slots: Tensor  # [R] int64
+    row_item: Tensor  # [T] int64, the request of each row
     batch: Batch
     hidden: HiddenStates
-    requests: list[DraftRequest]
-    choose: Chooser  # logits [R, V] and how each row samples -> a token each
+    known: Tensor  # [R] int64, the last position whose token is committed, or lies in the prompt
+    drafting: Tensor | None  # [D] int64 into R; None: all
+    newest: Tensor  # [D] int64, position of the newest committed token; PAD for padding
+    last_rows: Tensor  # [D] int64, the row before it: its state predicts the newest token
+    wanted: Tensor  # [D] int64, drafts to make, at most k
+    counts: list[int]  # [R] rows of each request
+    chunks: bool  # whether any of them is a chunk of a prompt
+    k: int
+    max_seq_len: int  # bound of positions that a draft may reach
+    block_size: int
+    ops: Ops
+    sampler: DraftSampler
 
+    @property
+    def draft_slots(self) -> Tensor:
+        """[D] int64."""
+        return self.slots if self.drafting is None else self.slots[self.drafting]
 
-class Drafts(NamedTuple):
-    """Of one request: its drafts, and how many positions its draft caches now cover."""
+    @property
+    def draft_at(self) -> SlotRows:
+        """The state of the D requests."""
+        if self.drafting is None:
+            return self.at
+        return SlotRows(self.at.settings[self.drafting], self.at.blocks[self.drafting])
 
-    token_ids: list[int]
-    num_computed: int = 0
+    def tokens_at(self, position: Tensor) -> Tensor:
+        """The tokens [T] at these positions of the rows' requests; the last known one where they are not known."""
+        known = torch.minimum(position, self.known[self.row_item])
+        return self.table.tokens[self.slots[self.row_item], known.clamp(min=0)].long()
+
+    def token_before(self, position: Tensor) -> Tensor:
+        """The token before a position [D] of each drafting request: [D] int64."""
+        return self.table.tokens[self.draft_slots, (position - 1).clamp(min=0)].long()
+
+    def rows(self, token_ids: Tensor, start: Tensor, end: Tensor, see_ahead: bool = False) -> Batch:
+        """n rows of each drafting request: token_ids [D, n] at positions from start [D] on, padding from end [D] on.
+
+        With `see_ahead` every row sees all rows of its request.
+        """
+        count, n = token_ids.shape
+        table = self.draft_at.blocks[:, : table_columns(self.max_seq_len, self.block_size)]
+        end = end.clamp(max=table.shape[1] * self.block_size)
+        rows = self.ops.decode_rows(token_ids, start, end, table, self.block_size)
+        seen = rows.seen.view(count, n)
+        if see_ahead:
+            seen = torch.where(seen >= 0, seen.amax(dim=1, keepdim=True), PAD)
+        span = Span(slice(0, count), slice(0, count * n), n, seen, table)
+        return Batch(
+            input_ids=rows.input_ids,
+            positions=rows.positions,
+            seq_lens=rows.seq_lens,
+            slot_block=rows.slot_block,
+            slot_offset=rows.slot_offset,
+            block_table=table,
+            spans=[span],
+            max_seq_len=self.max_seq_len,
+        )
+
+    def last_rows_of(self, batch: Batch, groups: AttentionGroups) -> Kept | None:
+        """The rows that predict the newest tokens, where the batch of all rows has others; one row if nobody drafts."""
+        rows, count = self.last_rows, len(self.last_rows)
+        if count == len(batch.input_ids):
+            return None
+        if count:
+            items = torch.arange(count, device=rows.device) if self.drafting is None else self.drafting
+            seen = (self.newest - 1).clamp(min=PAD)
+        else:
+            rows = items = torch.zeros(1, dtype=torch.int64, device=rows.device)
+            seen, count = torch.full_like(rows, PAD), 1
+        span = Span(slice(0, count), slice(0, count), 1, seen[:, None], batch.block_table[items])
+        return Kept(rows, groups.plan(batch.take(rows, items, [span])))
+
+    def sample(self, logits: Tensor, depth: int) -> Tensor:
+        """Draft `depth`, from 0, of every request: [D] int64, of logits [D, V]."""
+        tokens = self.sampler.sample(logits, self.draft_at, self.draft_slots, self.newest + 1 + depth, depth)
+        if self.sampler.features.penalized is not None:
+            self.write(tokens, depth)
+        return tokens
+
+    def write(self, token_ids: Tensor, depth: int) -> None:
+        """Put drafts [D] int64 of a depth behind the committed tokens, where sampling and later modules see them."""
+        place = self.newest + 1 + depth
+        self.table.tokens[self.draft_slots, place.clamp(min=0)] = token_ids.int()
 
 
 class Proposer(Protocol):
@@ -115,5 +174,45 @@ class Proposer(Protocol):
     def copy_blocks(self, sources: Tensor, destinations: Tensor) -> None:
         """Copy whole blocks of its caches."""
 
-    def propose(self, step: DraftStep) -> list[Drafts]:
-        """Bring the caches up to date and draft; one result per request, in order."""
+    def propose(self, step: DraftStep) -> Tensor | None:
+        """Bring the caches up to date and draft: [D, k] int64, PAD where there is no draft; None where k is 0."""
+
+
+class CachedProposer:
+    """What proposers with caches of their own share."""
+
+    cache: KVCache
+    groups: AttentionGroups
+    needs: ProposerNeeds
+
+    def __init__(self, specs: list[CacheSpec], scale: float, sparse: SparseSettings | None) -> None:
+        self._specs, self._scale, self._sparse = specs, scale, sparse
+
+    def cache_specs(self) -> list[CacheSpec]:
+        """Of the draft layers."""
+        return self._specs
+
+    def bind(self, memory: CacheMemory, ops: Ops) -> None:
+        """Make the caches."""
+        self.cache = KVCache(self._specs, memory)
+        self.groups = AttentionGroups(self._specs, self.cache, self._scale, self._sparse, exact=False, ops=ops)
+
+    def copy_blocks(self, sources: Tensor, destinations: Tensor) -> None:
+        """Copy whole blocks."""
+        self.cache.copy_blocks(sources, destinations)
+
+    def limit(self, step: DraftStep) -> Tensor:
+        """Rows at this position and behind are padding: [D] int64."""
+        limit = step.draft_at.limit
+        return limit if self.needs.max_position is None else limit.clamp(max=self.needs.max_position - 1)
+
+    def followed(self, step: DraftStep, shift: int) -> Batch:
+        """The target's rows with the tokens `shift` further on.
+
+        Rows behind the last position that the draft layers know belong to requests that do not draft.
+        """
+        batch = replace(step.batch, input_ids=step.tokens_at(step.batch.positions + shift))
+        longest = self.needs.max_position
+        if longest is None or step.max_seq_len <= longest:
+            return batch
+        return replace(batch, positions=batch.positions.clamp(max=longest - 1))

@@ -8,25 +8,19 @@ states that are kept for each request; nothing goes stale and nothing is rolled 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from skipstone.core.request import Request
-from skipstone.core.rows import QueryRows, build_batch
-from skipstone.core.sampling_rows import SampledRow
+from skipstone.core.batch import PAD, Batch, make_spans
+from skipstone.core.kv_cache import CacheMemory
+from skipstone.core.sequence_table import ADMISSION
+from skipstone.kernels.ops import Ops
+from skipstone.kernels.reference.decode import placed_rows
 from skipstone.models.base import DraftHead
 from skipstone.spec.hidden_state import HiddenStateProposer
-from skipstone.spec.proposer import DraftRequest, Drafts, DraftStep
-
-
-class _Tail(NamedTuple):
-    """The target's states at the positions before `end`, [n, H]."""
-
-    end: int
-    states: Tensor
+from skipstone.spec.proposer import DraftStep
 
 
 class SeveralModulesProposer(HiddenStateProposer):
@@ -35,66 +29,106 @@ class SeveralModulesProposer(HiddenStateProposer):
     def __init__(self, name: str, head: DraftHead) -> None:
         super().__init__(name, head)
         modules = head.num_modules
-        self.needs = self.needs._replace(next_tokens=modules, max_k=modules)
-        self._tails: WeakKeyDictionary[Request, _Tail] = WeakKeyDictionary()
+        self.needs = self.needs._replace(next_tokens=modules, max_k=modules, graphs=False)
+        self.lead = modules - 1
 
-    def propose(self, step: DraftStep) -> list[Drafts]:
+    def bind(self, memory: CacheMemory, ops: Ops) -> None:
+        """Make the caches, and what is kept of each slot: the target's states before the next step's rows."""
+        super().bind(memory, ops)
+        self._states: Tensor | None = None  # [S, M - 1, H]
+        self._kept: Tensor | None = None  # [S, 3] int64: admission, first position kept, position behind the last
+
+    def propose(self, step: DraftStep) -> Tensor | None:
         """All modules over the window of every request; the row at the last valid position gives each draft."""
-        head, requests = self.head, step.requests
-        hidden = head.first_hidden(step.hidden)
-        leads = [self._lead(request, hidden) for request in requests]
-        windows = [torch.cat([lead, hidden[r.rows]]) for lead, r in zip(leads, requests, strict=True)]
-        starts = [request.start - len(lead) for request, lead in zip(requests, leads, strict=True)]
-        drafts: list[list[int]] = [[] for _ in requests]
-        batch = None
-        states = torch.cat(windows)
-        counts = [len(window) for window in windows]
-        for module in range(head.num_modules):
-            ids = [
-                _module_ids(r, start + module + 1, count, own)
-                for r, start, count, own in zip(requests, starts, counts, drafts, strict=True)
-            ]
-            if batch is None:
-                rows = zip(ids, starts, requests, strict=True)
-                batch = build_batch(
-                    [QueryRows(part, start, r.request.block_ids) for part, start, r in rows], self.cache.block_size
-                )
-                attention = self.groups.plan(batch)
-            flat = torch.tensor([token for part in ids for token in part], dtype=torch.int64)
-            out = head(states, replace(batch, input_ids=flat), attention, module)
-            self._choose(step, out, module, starts, counts, drafts)
-            states = head.recycled(out, module)
-        for request, start, window in zip(requests, starts, windows, strict=True):
-            self._keep_tail(request, start, window)
-        valid = [max(min(r.num_valid, r.length - head.num_modules), 0) for r in requests]
-        return [Drafts(ids, count) for ids, count in zip(drafts, valid, strict=True)]
+        hidden = self.head.first_hidden(step.hidden)
+        if self._states is None or self._kept is None:
+            slots = len(step.table.values)
+            self._states = hidden.new_zeros(slots, self.lead, hidden.shape[1])
+            self._kept = torch.full((slots, 3), PAD, dtype=torch.int64, device=hidden.device)
+        window = _Window(step, self.lead, self._kept, self.head.max_position)
+        states = window.gather(hidden, self._states)
+        self._keep(step, window, states, self._states, self._kept)
+        batch = window.batch(step)
+        attention = self.groups.plan(batch)
+        drafts: list[Tensor] = []
+        known = step.known
+        for module in range(self.head.num_modules):
+            ids = window.tokens(step, module + 1, known)
+            out = self.head(states, replace(batch, input_ids=ids), attention, module)
+            if module < step.k:
+                last = window.row_of(step.newest - 1, step.drafting)
+                drafts.append(step.sample(self.head.outputs(out[last], module).logits, module))
+                step.write(drafts[-1], module)
+                known = known.clone()
+                known[slice(None) if step.drafting is None else step.drafting] += 1
+            states = self.head.recycled(out, module)
+        return torch.stack(drafts, dim=1) if drafts else None
 
-    def _lead(self, request: DraftRequest, hidden: Tensor) -> Tensor:
-        """The kept states right before the request's rows; none after a prefix hit or a preemption."""
-        tail = self._tails.get(request.request)
-        return tail.states if tail is not None and tail.end == request.start else hidden[:0]
-
-    def _choose(
-        self, step: DraftStep, out: Tensor, module: int, starts: list[int], counts: list[int], drafts: list[list[int]]
-    ) -> None:
-        """Append this module's draft for every request that wants it."""
-        active = [i for i, request in enumerate(step.requests) if request.wanted > module]
-        if not active:
-            return
-        firsts = [sum(counts[:i]) for i in active]
-        ends = [first + step.requests[i].num_valid - 1 - starts[i] for first, i in zip(firsts, active, strict=True)]
-        rows = [SampledRow(step.requests[i].request, step.requests[i].emitted + drafts[i]) for i in active]
-        tokens = step.choose(self.head.outputs(out[ends], module).logits, rows)
-        for i, token in zip(active, tokens, strict=True):
-            drafts[i].append(token)
-
-    def _keep_tail(self, request: DraftRequest, start: int, window: Tensor) -> None:
-        valid = window[: request.num_valid - start]
-        size = self.head.num_modules - 1
-        self._tails[request.request] = _Tail(request.num_valid, valid[max(len(valid) - size, 0) :].clone())
+    def _keep(self, step: DraftStep, window: _Window, states: Tensor, kept_states: Tensor, kept: Tensor) -> None:
+        """Keep the states at the last M - 1 positions that the step has made final."""
+        ends = window.end.clone()
+        if step.drafting is None:
+            ends = step.newest
+        else:
+            ends[step.drafting] = step.newest
+        back = torch.arange(-self.lead, 0, device=ends.device)
+        rows = (window.first[:, None] + (ends - window.start)[:, None] + back).clamp(min=0, max=len(states) - 1)
+        kept_states[step.slots] = states[rows]
+        kept[step.slots] = torch.stack([step.at.integers(ADMISSION), window.valid_from, ends], dim=1)
 
 
-def _module_ids(request: DraftRequest, first: int, count: int, drafts: list[int]) -> list[int]:
-    """`count` tokens from position `first` on, drafts after the committed ones; what is not known repeats the last."""
-    ids = (request.tokens(first, first + count) + drafts[max(first - request.length, 0) :])[:count]
-    return ids + [ids[-1] if ids else 0] * (count - len(ids))
+class _Window:
+    """The rows of each request in this step, and before them the M - 1 whose states are kept."""
+
+    def __init__(self, step: DraftStep, lead: int, kept: Tensor, longest: int) -> None:
+        counts = np.array(step.counts)
+        self.counts = counts + lead
+        firsts = self.counts.cumsum() - self.counts
+        item = np.arange(len(counts)).repeat(self.counts)
+        offset = np.arange(len(item)) - firsts[item]
+        row = np.maximum(offset - lead, 0) + (counts.cumsum() - counts)[item]  # of the step's batch
+        moved = step.table.moved
+        self.first, self.item, self.offset, self.row = (moved(a.astype(np.int64)) for a in (firsts, item, offset, row))
+        self.lead = lead
+        self.slots = step.slots
+        true_start = step.at.start
+        self.start = true_start - lead  # [R] position of a window's first row
+        self.end = torch.minimum(step.at.limit, true_start + moved(counts.astype(np.int64))).clamp(max=longest)
+        admission, first, last = kept[step.slots].unbind(1)
+        goes_on = (admission == step.at.integers(ADMISSION)) & (last == true_start)
+        self.valid_from = torch.where(goes_on, first, true_start)
+        self.position = self.start[self.item] + self.offset
+        real = (self.position >= self.valid_from[self.item]) & (self.position < self.end[self.item])
+        self.real = real & (true_start[self.item] >= 0)
+
+    def gather(self, hidden: Tensor, kept: Tensor) -> Tensor:
+        """The target's state of every row, [T', H]."""
+        before = kept[self.slots[self.item], self.offset.clamp(max=self.lead - 1)]
+        return torch.where((self.offset < self.lead)[:, None], before, hidden[self.row])
+
+    def tokens(self, step: DraftStep, shift: int, known: Tensor) -> Tensor:
+        """The token `shift` behind each row, the last known one where it is not known."""
+        place = torch.minimum(self.position + shift, known[self.item]).clamp(min=0)
+        return step.table.tokens[self.slots[self.item], place].clamp(min=0).long()
+
+    def row_of(self, position: Tensor, items: Tensor | None) -> Tensor:
+        """The row at this position of each request."""
+        first, start = (self.first, self.start) if items is None else (self.first[items], self.start[items])
+        return first + (position - start).clamp(min=0)
+
+    def batch(self, step: DraftStep) -> Batch:
+        """All rows; the tokens are put in for each module."""
+        table, size = step.batch.block_table, step.block_size
+        place = torch.where(self.real, self.position, 0)
+        rows = placed_rows(place, self.position, self.real, table[self.item, place // size], size)
+        input_ids, positions, seen, slot_block, slot_offset = rows
+        return Batch(
+            input_ids=input_ids,
+            positions=positions,
+            seq_lens=torch.where(step.at.start >= 0, self.end, 0),
+            slot_block=slot_block,
+            slot_offset=slot_offset,
+            block_table=table,
+            spans=make_spans(self.counts, seen, table),
+            max_seq_len=step.max_seq_len,
+        )

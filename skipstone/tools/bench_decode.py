@@ -107,7 +107,6 @@ def measure(engine: Engine, k: int, batch: int, prompt: int, args: argparse.Name
         floor = decode_floor(engine, touched + touched_experts(engine, 4), batch, prompt, k)
         for request in list(engine.scheduler.running):
             engine.abort(request)
-        engine.drop_started()
     seconds, length = statistics.median(steps), statistics.median(lengths)
     prefill = statistics.median(prefills)
     least = floor.total / rate

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from skipstone.core.kv_cache import CacheSpec
 from skipstone.kernels.ops import use_ops
 from skipstone.layers.feed_forward import MixtureOfExperts, Router
-from skipstone.runtime.device_loop import DeviceLoop
 from skipstone.runtime.engine import Engine
 
 
@@ -47,8 +46,6 @@ def copy_rate() -> float:
 
 def touched_experts(engine: Engine, steps: int) -> list[list[int]]:
     """For every mixture that a step runs, in order: how many experts its rows touched, over a few steps run apart."""
-    loop = engine.runner.device_loop
-    assert loop is not None
     counts: list[int] = []
     ops = engine.kernels.ops
 
@@ -62,7 +59,9 @@ def touched_experts(engine: Engine, steps: int) -> list[list[int]]:
     modules = computing_modules(engine)
     for module in modules:
         use_ops(module, watched)
-    loop.graphs, overlap, engine.overlap = False, engine.overlap, False
+    runner = engine.runner
+    graphs, overlap = runner.graphs, engine.overlap
+    runner.graphs, engine.overlap = None, False
     engine.step()  # what was started early
     per_step = []
     for _ in range(steps):
@@ -71,14 +70,13 @@ def touched_experts(engine: Engine, steps: int) -> list[list[int]]:
         per_step.append(list(counts))
     for module in modules:
         use_ops(module, ops)
-    loop.graphs, engine.overlap = True, overlap
+    runner.graphs, engine.overlap = graphs, overlap
     return per_step
 
 
 def computing_modules(engine: Engine) -> list[nn.Module]:
-    """The target and, where drafts are made on the device, the draft head."""
-    loop = engine.runner.device_loop
-    return [engine.model, *(_head(loop) if loop else [])]
+    """The target and the draft head."""
+    return [engine.model, *_head(engine)]
 
 
 def route_alike(module: nn.Module) -> None:
@@ -88,19 +86,18 @@ def route_alike(module: nn.Module) -> None:
             part.bias[: part.top_k] += 2.0  # scores are below 1
 
 
-def _head(loop: DeviceLoop) -> list[nn.Module]:
-    return [loop.step.drafter.head] if loop.step.drafter else []
+def _head(engine: Engine) -> list[nn.Module]:
+    head = getattr(engine.speculation.proposer, "head", None)
+    return [head] if isinstance(head, nn.Module) else []
 
 
 def decode_floor(engine: Engine, touched: list[list[int]], batch: int, context: int, k: int) -> Floor:
     """Of a step of `batch` requests at `context` tokens: verification of k drafts, then k drafts."""
-    loop = engine.runner.device_loop
-    assert loop is not None
     target, target_expert = _bytes(engine.model)
     vocabulary = sum(p.nbytes for p in engine.model.lm_head.parameters())
     weights, passes = target, len(_mixtures(engine.model))
     head_expert = 0
-    for head in _head(loop):
+    for head in _head(engine):
         own, head_expert = _bytes(head)
         weights += k * (own + vocabulary)
     mean = [sum(column) / len(touched) for column in zip(*touched, strict=True)]

@@ -13,19 +13,11 @@ from skipstone.kernels.dispatch import choose_device, choose_dtype
 from skipstone.models.base import CausalLM
 from skipstone.models.loader import ModelInfo, read_model_info
 from skipstone.models.locate import heads_beside
-from skipstone.models.stored import Match, match_weights, open_weights
+from skipstone.models.stored import Match, open_weights
+from skipstone.registry import PROPOSERS
 from skipstone.runtime.available import Candidate
-from skipstone.runtime.proposers import naming, open_draft, open_head, propose_with
-from skipstone.spec.draft_model import DraftModelProposer
-
-
-class ProposerReport(msgspec.Struct, frozen=True):
-    """One proposer: the value of --spec that names it, and whether this model has what it needs."""
-
-    method: str
-    spec: str
-    works: bool
-    reason: str
+from skipstone.runtime.proposers import Surroundings
+from skipstone.spec_config import SpecConfig, needs_folder
 
 
 class HeadReport(msgspec.Struct, frozen=True):
@@ -46,39 +38,24 @@ class HeadReport(msgspec.Struct, frozen=True):
         return self.problem is None
 
 
-def check_candidate(candidate: Candidate, info: ModelInfo, model: CausalLM, mtp: Match) -> ProposerReport:
+def check_candidate(candidate: Candidate, info: ModelInfo, model: CausalLM, mtp: Match) -> Candidate:
     """A candidate whose files are looked into; `model` is the target without memory, `mtp` how its modules match."""
-    method, works, reason = candidate.method, candidate.works, candidate.reason
+    method, said = candidate.method, ""
     try:
-        if method == "mtp" and works and mtp.error is not None:
+        if method == "mtp" and candidate.works and mtp.error is not None:
             raise mtp.error
-        if method not in ("mtp", "ngram") and works:
+        if needs_folder(method) and candidate.works:
             said = check_folder(method, heads_beside(info.folder)[method], info, model)
-            reason += f": {said}" if said else ""
     except SkipstoneError as error:
-        works, reason = False, str(error)
-    return ProposerReport(method, candidate.spec, works, reason)
+        return msgspec.structs.replace(candidate, works=False, reason=str(error))
+    return msgspec.structs.replace(candidate, reason=f"{candidate.reason}: {said}") if said else candidate
 
 
 def check_folder(method: str, folder: Path, info: ModelInfo, model: CausalLM) -> str:
     """What a user should know of a head or draft model; `model` is the target without memory. Raises as loading it."""
-    longest, dtype = info.config.max_position_embeddings, model.embed.dtype
-    if method == "draft":
-        draft = open_draft(folder, info)
-        with torch.device("meta"):
-            other = draft.model_class(draft.config, dtype, False, 1)
-        error = match_weights(other, open_weights(folder, draft.raw)).error
-        if error is not None:
-            raise error
-        needs = DraftModelProposer(other, min(draft.config.max_position_embeddings, longest)).needs
-    else:
-        head = open_head(method, folder, info)
-        with naming(folder), torch.device("meta"):
-            made = head.make(model, dtype, longest)
-            error = match_weights(made, head.weights).error
-            if error is not None:
-                raise error
-        needs = propose_with(head, made).needs
+    longest = info.config.max_position_embeddings
+    spec = SpecConfig(method=method, folder=str(folder))
+    needs = PROPOSERS[method].load()(spec, Surroundings(info, model, longest, None)).needs
     drafts = [f"at most {needs.max_k} drafts"] if needs.max_k else []
     return "; ".join([part for part in (needs.describe(longest), *drafts) if part])
 

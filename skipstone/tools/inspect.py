@@ -32,7 +32,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
 
     try:
         method = head_method(read_json(folder / "config.json", "a model folder needs the config.json of its release"))
-        is_head = method in ("eagle3", "dflash")
+        is_head = method not in (None, "draft")
         if not is_head:
             read_model_info(folder)
     except SkipstoneError as error:

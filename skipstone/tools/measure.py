@@ -1,8 +1,8 @@
 """Step costs and acceptance, taken from real engine steps: what `skipstone tune` knows about this machine and model.
 
-The time of a step with k drafts a request does not depend on what becomes of them. So drafts of no worth are put into
-the requests of an engine without a proposer, which gives the target's cost alone; a proposer's own share is the time
-between the end of verification and the end of the step's drafting.
+The time of a step with k drafts a request does not depend on what becomes of them. So an engine whose drafts are
+dummies gives the target's cost alone; a proposer's own share is the time between the end of verification and the end of
+the step's drafting.
 """
 
 from __future__ import annotations
@@ -12,20 +12,37 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 from skipstone.config import EngineConfig
 from skipstone.core.observer import EmittedRun, Observer, Phase
 from skipstone.core.request import Request, SamplingParams
 from skipstone.errors import ConfigError
 from skipstone.llm import LLM
+from skipstone.spec.ngram import NgramProposer
+from skipstone.spec.proposer import DraftStep
 from skipstone.tools.planner import OFF, Acceptance, Grid
 from skipstone.tools.workload import Job, encode_jobs, run_on, with_spec
 
-TURNS = 3  # of each k with the others; a turn has one step to settle and two that are measured
-STEPS_PER_CELL = 3 * TURNS
+TURNS = 3  # of each k with the others; a turn has SETTLE steps and two that are measured
+SETTLE = 2  # steps until all drafts of another k are verified, where each step is planned before the last one's results
+STEPS_PER_CELL = (SETTLE + 2) * TURNS
 REPEATS = 2  # of rows that do not fit their neighbours
-WORTHLESS_DRAFTS = 3
+DUMMY_DRAFTS = 3
 BETWEEN_YARDSTICKS = 6  # steps
 Tick = Callable[[], None]
+
+
+class DummyProposer(NgramProposer):
+    """Drafts of no worth that cost nothing to make: tokens that the request has written a while ago."""
+
+    def propose(self, step: DraftStep) -> Tensor | None:
+        """See the class."""
+        if not step.k:
+            return None
+        place = step.newest[:, None] - 2 * step.k + torch.arange(step.k, device=step.newest.device)
+        return step.table.tokens[step.draft_slots[:, None], place.clamp(min=0)].long()
 
 
 class Meter(Observer):
@@ -80,15 +97,14 @@ class Bench:
         self.llm.step()
 
     def plain_step(self, k: int) -> float:
-        """Seconds of a step that verifies k drafts of every request; they come from the request's own text."""
-        for request in self.requests:
-            request.drafts = request.token_ids[-2 * k : -k] if k else []
+        """Seconds of a step that verifies k drafts of every request, once `SETTLE` have passed."""
+        self.llm.engine.scheduler.most_drafts = lambda num_requests: k
         started = time.perf_counter()
         self.llm.step()
         return time.perf_counter() - started
 
     def draft_step(self, k: int, meter: Meter) -> float:
-        """Seconds that the proposer adds to a step; from the second in a row on, it follows k drafts and makes k."""
+        """Seconds that the proposer adds to a step; once `SETTLE` have passed, it follows k drafts and makes k."""
         self.llm.engine.scheduler.most_drafts = lambda num_requests: k
         self.llm.step()
         return meter.ends["draft"] - meter.ends["verify"]
@@ -98,7 +114,7 @@ class Bench:
         times: dict[int, list[float]] = {k: [] for k in ks}
         for _ in range(turns):
             for k in ks:
-                times[k] += [once(k) for _ in range(3)][1:]
+                times[k] += [once(k) for _ in range(SETTLE + 2)][SETTLE:]
         return [sorted(times[k])[len(times[k]) // 4] for k in ks]
 
 
@@ -106,7 +122,7 @@ def measure_steps(
     config: EngineConfig, texts: dict[int, list[list[int]]], batches: Sequence[int], ks: Sequence[int], tick: Tick
 ) -> Grid:
     """Cost of the target's steps. `texts`: token ids for each context length."""
-    with LLM(config=with_spec(config, OFF, 0)) as llm:
+    with with_dummies(config, max(*ks, 1)) as llm:
         return target_grid(llm, texts, batches, ks, tick)
 
 
@@ -118,8 +134,16 @@ def target_grid(
     tick: Tick,
     turns: int = TURNS,
 ) -> Grid:
-    """The same on an engine without a proposer that is open."""
+    """The same on an open engine of `with_dummies`."""
     return _grid(llm, texts, batches, ks, tick, lambda bench: bench.plain_step, turns)
+
+
+def with_dummies(config: EngineConfig, k: int) -> LLM:
+    """An engine that makes up to k dummy drafts, none until `most_drafts` says otherwise."""
+    llm = LLM(config=with_spec(config, "ngram", k))
+    llm.engine.runner.step.proposer = DummyProposer(1, 1)
+    llm.engine.scheduler.most_drafts = lambda num_requests: 0
+    return llm
 
 
 def measure_proposer(
@@ -199,7 +223,7 @@ class Throughput(NamedTuple):
 
 def yardstick_k(spec: str) -> int:
     """Drafts of the steps by which a run is compared with the costs taken earlier: another number than the run has."""
-    return WORTHLESS_DRAFTS if spec == OFF else 0
+    return DUMMY_DRAFTS if spec == OFF else 0
 
 
 def throughput(config: EngineConfig, spec: str, k: int, batch: int, jobs: Sequence[Job], tick: Tick) -> Throughput:
@@ -212,7 +236,7 @@ def throughput(config: EngineConfig, spec: str, k: int, batch: int, jobs: Sequen
     tokens = contexts = steps = 0
     seconds = 0.0
     yardstick: list[float] = []
-    with LLM(config=with_spec(config, spec, k)) as llm:
+    with with_dummies(config, DUMMY_DRAFTS) if spec == OFF else LLM(config=with_spec(config, spec, k)) as llm:
         ids = encode_jobs(llm, jobs)
         for first in range(0, len(ids), batch):
             group = [(first + i) % len(ids) for i in range(batch)]
@@ -236,19 +260,18 @@ def throughput(config: EngineConfig, spec: str, k: int, batch: int, jobs: Sequen
 
 def _has_room(request: Request) -> bool:
     """Whether no draft of the next steps would be cut by the request's length."""
-    return len(request.token_ids) + 4 * (WORTHLESS_DRAFTS + 1) < request.max_total_tokens and not request.finished
+    return (
+        len(request.token_ids) + (2 * SETTLE + 3) * (DUMMY_DRAFTS + 1) < request.max_total_tokens
+        and not request.finished
+    )
 
 
 def _yardstick(llm: LLM, requests: Sequence[Request], spec: str) -> list[float]:
-    """Seconds of two steps of `yardstick_k` drafts, after one to settle; none where a request ended."""
+    """Seconds of two steps of `yardstick_k` drafts, once they have settled; none where a request ended."""
     scheduler, k, times = llm.engine.scheduler, yardstick_k(spec), []
     usual = scheduler.most_drafts
-    if spec != OFF:
-        scheduler.most_drafts = lambda num_requests: k
-    for _ in range(3):
-        if spec == OFF:
-            for request in requests:
-                request.drafts = request.token_ids[-2 * k : -k]
+    scheduler.most_drafts = lambda num_requests: k
+    for _ in range(SETTLE + 2):
         started = time.perf_counter()
         llm.step()
         times.append(time.perf_counter() - started)
@@ -256,9 +279,9 @@ def _yardstick(llm: LLM, requests: Sequence[Request], spec: str) -> list[float]:
             times.clear()
             break
     scheduler.most_drafts = usual
-    if times and spec != OFF:
-        llm.step()  # makes the drafts that the next step verifies
-    return times[1:]
+    for _ in range(SETTLE if times else 0):
+        llm.step()  # until the next one verifies the drafts that are usual
+    return times[SETTLE:]
 
 
 def cut_texts(llm_ids: Sequence[list[int]], contexts: Sequence[int], count: int) -> dict[int, list[list[int]]]:

@@ -283,6 +283,17 @@ def decode_rows(inputs: Inputs) -> OpCase:
     return OpCase((tokens, start, limit, table, inputs.sizes.block_size), ())
 
 
+def step_rows(inputs: Inputs) -> OpCase:
+    """The same rows, whose tokens stand in a table by slot."""
+    token_ids, start, limit = _drafts(inputs)
+    requests, n = token_ids.shape
+    table = inputs.span(inputs.sizes.block_size, 1)[0].block_table
+    tokens = inputs.integers(0, 4, requests, inputs.load.context).to(torch.int32)
+    row = torch.arange(requests * n, device=inputs.device)
+    slots = torch.arange(requests, device=inputs.device).flip(0)
+    return OpCase((tokens, slots, start, limit, table, row // n, row % n, inputs.sizes.block_size), ())
+
+
 def accept(inputs: Inputs) -> OpCase:
     """Few different tokens, so that some drafts survive."""
     tokens, start, limit = _drafts(inputs)
@@ -294,7 +305,7 @@ OP_CASES: dict[str, Callable[[Inputs], OpCase]] = {
     for case in (
         linear, bmm, rms_norm, add_rms_norm, rotate, norm_rotate_store, index_rows, gated, store, route,
         experts_forward, dense_attention, block_select, token_select, sparse_gqa, sparse_mla, verify_page_table,
-        prefill_page_table, paged_attention, sample, decode_rows, accept,
+        prefill_page_table, paged_attention, sample, step_rows, decode_rows, accept,
     )
 }  # fmt: skip
 

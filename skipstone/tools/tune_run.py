@@ -20,6 +20,7 @@ from skipstone.tools.measure import (
     measure_steps,
     target_grid,
     throughput,
+    with_dummies,
     yardstick_k,
 )  # fmt: skip
 from skipstone.tools.planner import OFF, Acceptance, Costs, Grid, Prediction, best, k_ranges, largest_k, predict
@@ -106,7 +107,7 @@ def _estimate(
 ) -> float:
     """Seconds that all of it will take, from a few steps without a proposer; drafting is taken to cost nothing."""
     known, batches, shortest = pace(config, jobs), options.batches, min(texts)
-    with LLM(config=with_spec(config, OFF, 0)) as llm:
+    with with_dummies(config, max(*options.ks, 1)) as llm:
         number_of_tokens = sum(map(len, encode_jobs(llm, jobs)))
         ends = sorted({batches[0], batches[-1]})
         trial = target_grid(llm, {shortest: texts[shortest]}, ends, options.ks, lambda: None, turns=1)
@@ -193,7 +194,7 @@ def _roomy(config: EngineConfig, options: TuneOptions) -> EngineConfig:
     return msgspec.structs.replace(
         config,
         max_num_seqs=max(config.max_num_seqs, options.batches[-1]),
-        max_num_batched_tokens=max(config.max_num_batched_tokens, rows),
+        max_num_batched_tokens=max(config.max_num_batched_tokens or 512, rows),
     )
 
 

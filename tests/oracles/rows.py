@@ -36,20 +36,17 @@ def _penalties(rows: list[Row]) -> Penalties | None:
     used = [i for i, row in enumerate(rows) if (row.repetition, row.presence, row.frequency) != (1.0, 0.0, 0.0)]
     if not used:
         return None
-    history = [
-        (place, token, is_output)
-        for place, i in enumerate(used)
-        for tokens, is_output in ((rows[i].prompt, False), (rows[i].output, True))
-        for token in tokens
-    ]
+    history = [rows[i].prompt + rows[i].output for i in used]
+    width = max(map(len, history)) + 3
+    tokens = [torch.tensor([*row, *[7] * (width - len(row))]) for row in history]  # what lies behind must not count
     return Penalties(
         rows=torch.tensor(used),
         repetition=torch.tensor([rows[i].repetition for i in used], dtype=torch.float32),
         presence=torch.tensor([rows[i].presence for i in used], dtype=torch.float32),
         frequency=torch.tensor([rows[i].frequency for i in used], dtype=torch.float32),
-        history_row=torch.tensor([h[0] for h in history], dtype=torch.int64),
-        history_token=torch.tensor([h[1] for h in history], dtype=torch.int64),
-        history_is_output=torch.tensor([h[2] for h in history], dtype=torch.bool),
+        tokens=torch.stack(tokens),
+        length=torch.tensor([len(row) for row in history]),
+        num_prompt=torch.tensor([len(rows[i].prompt) for i in used]),
     )
 
 

@@ -1,8 +1,8 @@
 """What the tests of speculation share: the table of proposers, requests of every kind, and a watched run of them.
 
 A watched run poisons all caches, steps the engine, and checks what must hold in every step whatever the drafts are:
-only known token ids are embedded, draft logits are never NaN, the books of blocks balance, and the counters of drafts
-agree with the tokens that came out. Its results are compared with those of an engine that does not speculate.
+only known token ids are embedded, logits of drafts are never NaN, the books of blocks balance, and the counters of
+drafts agree with the tokens that came out. Its results are compared with those of an engine that does not speculate.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from oracles.tiny_heads import with_mtp, write_head
 from skipstone import LLM, SamplingParams
 from skipstone.core.batch import Batch
 from skipstone.core.request import Request, TokenLogprobs
-from skipstone.core.sampling_rows import SampledRow
 from skipstone.core.speculation import SpeculationStats
 from skipstone.outputs import StreamEvent
+from skipstone.spec.proposer import DraftStep
 
 Prompt = list[int]
 Job = tuple[Prompt, SamplingParams]
@@ -143,25 +143,13 @@ def check_batch(batch: Batch, vocab: int) -> None:
     assert int(batch.positions.min()) >= 0
 
 
-class WatchedChooser:
-    """A chooser that refuses NaN. It counts the drafts that it chose."""
+class DraftCount:
+    """How many drafts were drawn."""
 
-    def __init__(self, chooser: Any) -> None:
-        self.chooser = chooser
-        self.count = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.chooser, name)
-
-    def __call__(self, logits: Tensor, rows: list[SampledRow]) -> list[int]:
-        """As the chooser."""
-        assert not logits.isnan().any(), "drafts depend on a cache slot that nobody wrote"
-        drafts = self.chooser(logits, rows)
-        self.count += len(drafts)
-        return drafts
+    count = 0
 
 
-def watch(llm: LLM) -> WatchedChooser:
+def watch(llm: LLM) -> DraftCount:
     """Poison all caches, and check every batch and every draft from now on."""
     engine = llm.engine
     runner, vocab = engine.runner, engine.vocab_size
@@ -181,9 +169,24 @@ def watch(llm: LLM) -> WatchedChooser:
             return plan(batch)
 
         part.plan = checked
-    if not isinstance(runner.chooser, WatchedChooser):
-        runner.chooser = WatchedChooser(runner.chooser)
-    return runner.chooser
+    drafts, propose = DraftCount(), getattr(runner.proposer, "propose", None)
+
+    def watched(step: DraftStep) -> Any:
+        sample = step.sampler.sample
+
+        def no_nan(logits: Tensor, *rest: Any) -> Tensor:
+            # Rows of requests that do not draft run along, over blocks that may have been filled without drafts.
+            assert not logits[step.wanted > 0].isnan().any(), "drafts depend on a cache slot that nobody wrote"
+            drafts.count += len(logits)
+            return sample(logits, *rest)
+
+        object.__setattr__(step.sampler, "sample", no_nan)
+        assert propose is not None
+        return propose(step)
+
+    if propose is not None:
+        runner.proposer.propose = watched
+    return drafts
 
 
 def entry(item: TokenLogprobs | None) -> tuple | None:

@@ -13,11 +13,10 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
-from oracles.drafters import Script
+from oracles.drafters import Drafting, Script
 from oracles.speculation import Folders, Way
 from oracles.tiny import EOS, VOCAB
 from skipstone import SamplingParams
-from skipstone.spec.proposer import DraftRequest
 
 PIECES = [
     '":', '",', '","', '{"', '"}', '"]', '["', "[]", "{}", "},", "],", "}}", "]]", "}]", "tr", "ue", "fal", "se",
@@ -103,14 +102,13 @@ class Automata:
 
 
 def changed_at(index: int, legal: bool) -> Script:
-    """Right drafts but one, which the automaton allows or not."""
+    """Right drafts but one, which an automaton that goes on allows or not."""
 
-    def script(right: list[int], request: DraftRequest) -> list[int]:
-        grammar = request.request.grammar
-        if index >= len(right) or grammar is None:
+    def script(right: list[int], request: Drafting) -> list[int]:
+        if index >= len(right):
             return right
-        before = grammar.text + request.emitted + right[:index]
-        fitting = follow(before, grammar.length)
+        before = request.text + right[:index]
+        fitting = follow(before, len(before) + 1)
         tokens = [t for t in range(VOCAB) if (t in fitting) == legal and t != right[index]]
         return [*right[:index], tokens[0], *right[index + 1 :]] if tokens else right
 
@@ -120,7 +118,7 @@ def changed_at(index: int, legal: bool) -> Script:
 def any_drafts(seed: int) -> Script:
     """Right ones, random ones, and any number of them; the same for equal texts."""
 
-    def script(right: list[int], request: DraftRequest) -> list[int]:
+    def script(right: list[int], request: Drafting) -> list[int]:
         draw = random.Random(seed * 1000 + request.length)
         some = right[: draw.randint(0, len(right))]
         return [token if draw.random() < 0.8 else draw.randrange(VOCAB) for token in some]

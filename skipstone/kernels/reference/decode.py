@@ -1,4 +1,4 @@
-"""What surrounds the model in a decode step on the device: where its rows stand, and how many drafts survive."""
+"""What surrounds the model in a step: where its rows stand, and how many drafts survive."""
 
 from __future__ import annotations
 
@@ -14,35 +14,65 @@ from skipstone.kernels.reference.sampling import gumbel_noise
 UNIFORM_STREAM = 0x1F83D9ABFB41BD6B
 
 
-class DecodeRows(NamedTuple):
-    """The rows of R requests with n rows each, T = R * n. Padding rows stand at position 0 and write to SPARE_BLOCK."""
+class PlacedRows(NamedTuple):
+    """The T rows of R requests. Padding rows stand at position 0 and write to SPARE_BLOCK."""
 
     input_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
-    seen: Tensor  # [R, n] int64, PAD for padding rows
+    seen: Tensor  # [T] int64, the last position that each row sees; PAD for padding rows
     slot_block: Tensor  # [T] int64
     slot_offset: Tensor  # [T] int64
     seq_lens: Tensor  # [R] int64
 
 
-def decode_rows(token_ids: Tensor, start: Tensor, limit: Tensor, table: Tensor, block_size: int) -> DecodeRows:
-    """Rows at positions start, start + 1, ... of each request.
+def step_rows(
+    tokens: Tensor,
+    slots: Tensor,
+    start: Tensor,
+    end: Tensor,
+    table: Tensor,
+    row_item: Tensor,
+    row_offset: Tensor,
+    block_size: int,
+) -> PlacedRows:
+    """Row t is at position start + row_offset[t] of request row_item[t], and reads its token there.
 
-    token_ids [R, n] int64 (PAD reads token 0), start [R], limit [R], table [R, blocks] int64. Requests with a negative
-    start are padding, and so are rows from `limit` on.
+    tokens [S, W] int32 by slot, slots [R], start [R], end [R], table [R, blocks], row_item [T], row_offset [T], all
+    int64. Requests with a negative start are padding, and so are rows from `end` on.
+    """
+    positions = start[row_item] + row_offset
+    real = (start[row_item] >= 0) & (positions < end[row_item])
+    place = torch.where(real, positions, 0)
+    ids = torch.where(real, tokens[slots[row_item], place], 0)
+    rows = placed_rows(ids, positions, real, table[row_item, place // block_size], block_size)
+    return PlacedRows(*rows, torch.where(start >= 0, end, 0))
+
+
+def decode_rows(token_ids: Tensor, start: Tensor, end: Tensor, table: Tensor, block_size: int) -> PlacedRows:
+    """Rows at positions start, start + 1, ... of each request, T = R * n.
+
+    token_ids [R, n] int64 (PAD reads token 0), start [R], end [R], table [R, blocks] int64. Requests with a negative
+    start are padding, and so are rows from `end` on.
     """
     positions = start[:, None] + torch.arange(token_ids.shape[1], device=start.device)
-    real = (start[:, None] >= 0) & (positions < limit[:, None])
+    real = (start[:, None] >= 0) & (positions < end[:, None])
+    block = table.gather(1, torch.where(real, positions, 0) // block_size)
+    last = torch.where(real, positions, PAD).amax(dim=1)
+    token_ids, positions, real, block = (x.flatten() for x in (token_ids, positions, real, block))
+    return PlacedRows(*placed_rows(token_ids, positions, real, block, block_size), last + 1)
+
+
+def placed_rows(
+    ids: Tensor, positions: Tensor, real: Tensor, block: Tensor, block_size: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """All of PlacedRows but `seq_lens`: rows [T] with these tokens, positions and blocks; others are padding."""
     place = torch.where(real, positions, 0)
-    block = table.gather(1, place // block_size)
-    seen = torch.where(real, positions, PAD)
-    return DecodeRows(
-        token_ids.clamp(min=0).flatten(),
-        place.flatten(),
-        seen,
-        torch.where(real & (block != ZERO_BLOCK), block, SPARE_BLOCK).flatten(),
-        (place % block_size).flatten(),
-        seen.amax(dim=1) + 1,
+    return (
+        ids.clamp(min=0).long(),
+        place,
+        torch.where(real, positions, PAD),
+        torch.where(real & (block != ZERO_BLOCK), block, SPARE_BLOCK),
+        place % block_size,
     )
 
 

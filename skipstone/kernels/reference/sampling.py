@@ -26,7 +26,7 @@ LARGEST = torch.finfo(torch.float32).max
 
 
 def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """Choose one token per row. logits [L, V] float32 -> [L] int64. No state: equal arguments, equal tokens.
+    """Choose one token per row, logits [L, V] -> [L] int64. No state: equal arguments, equal tokens.
 
     Greedy rows take the likeliest token after bias and penalties. Others take the maximum of the processed logits plus
     Gumbel noise, which is a draw from their softmax. Equal values: the lowest id. NaN counts as -inf. A row without
@@ -144,7 +144,7 @@ def _mix64(value: Tensor) -> Tensor:
 
 def _clean(logits: Tensor) -> Tensor:
     """A copy with NaN as -inf and +inf as the largest finite number."""
-    return logits.nan_to_num(nan=-torch.inf, posinf=LARGEST, neginf=-torch.inf)
+    return logits.float().nan_to_num(nan=-torch.inf, posinf=LARGEST, neginf=-torch.inf)
 
 
 def _add_bias(scores: Tensor, bias: TokenValues) -> None:
@@ -158,11 +158,13 @@ def _penalize(scores: Tensor, penalties: Penalties) -> None:
     Repetition: positive logits of tokens in prompt or output are divided, others multiplied. Frequency and presence:
     subtracted per occurrence, and once, for tokens in the output.
     """
-    counts = scores.new_zeros(len(penalties.rows), scores.shape[1])  # [P, V] occurrences in the output
-    seen = torch.zeros_like(counts, dtype=torch.bool)
-    cells = (penalties.history_row, penalties.history_token)
-    counts.index_put_(cells, penalties.history_is_output.to(counts.dtype), accumulate=True)
-    seen.index_put_(cells, torch.ones((), dtype=torch.bool, device=scores.device))
+    vocab_size = scores.shape[1]
+    column = torch.arange(penalties.tokens.shape[1], device=scores.device)
+    counted = (column < penalties.length[:, None]) & (penalties.tokens >= 0)  # [P, W]
+    cells = torch.where(counted, penalties.tokens, vocab_size).long()  # one column more takes what does not count
+    counts = scores.new_zeros(len(penalties.rows), vocab_size + 1)  # [P, V + 1] occurrences in the output
+    seen = torch.zeros_like(counts, dtype=torch.bool).scatter_(1, cells, True)[:, :vocab_size]
+    counts = counts.scatter_add_(1, cells, (column >= penalties.num_prompt[:, None]).to(counts.dtype))[:, :vocab_size]
 
     row_scores = scores[penalties.rows]  # [P, V]
     repetition = penalties.repetition[:, None]
