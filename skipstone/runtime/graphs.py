@@ -52,7 +52,7 @@ class DecodeGraph:
 
     def _finish(self, features: list[Features]) -> Tensor:
         step = self._graphs.step
-        outcome = step.finish(self.forward, features, None)
+        outcome = step.finish(self.forward, features, None, self.forward.layout.end)
         drafts = step.draft(self.forward, outcome, features) if step.proposer is not None else None
         return outcome.packed if drafts is None else torch.cat([outcome.packed, drafts], dim=1)
 

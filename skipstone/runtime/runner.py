@@ -169,7 +169,8 @@ class ModelRunner:
                     handle.bring([result], forward.layout.most_drafts + 1)
                     return
                 features += [PLAIN] * (len(forward.layout.counts) - len(features))  # of padding
-            outcome = self.step.finish(forward, features, self._allowed(handle, masks.verified))
+            end = max(item.end for item in plan.items)
+            outcome = self.step.finish(forward, features, self._allowed(handle, masks.verified), end)
             if self.watched and handle.graph is None:
                 logits = forward.logits[: forward.layout.num_sampled].float()
                 handle.watched = Watched(logits, decision_scores(logits, outcome.rows))
