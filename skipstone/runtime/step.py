@@ -107,10 +107,10 @@ class Step:
         final = hidden.final if layout.logit_rows is None else hidden.final[layout.logit_rows]
         return Forward(layout, at, batch, end, hidden, self.model.compact_logits(final))
 
-    def finish(self, forward: Forward, features: list[Features], allowed: Tensor | None, end: int) -> Outcome:
+    def finish(self, forward: Forward, features: list[Features], allowed: Tensor | None, most: int) -> Outcome:
         """Sample, accept, and move the requests on.
 
-        `features` [D]; `allowed` [L, V] bool of grammars; `end`: bound of positions, less than a graph's own.
+        `features` [D]; `allowed` [L, V] bool of grammars; `most`: bound of positions, closer than that of a graph.
         """
         layout, at = forward.layout, forward.at
         chosen = layout.sampling
@@ -118,7 +118,7 @@ class Step:
         if chosen is not None:
             slots, own, end = slots[chosen], at.take(chosen), end[chosen]
         newest = own.start if layout.lead is None else torch.where(own.start >= 0, own.start + layout.lead, PAD)
-        width = min(end + layout.k + 1, self.table.tokens.shape[1])
+        width = min(most + layout.k + 1, self.table.tokens.shape[1])
         rows = self._sampling(layout, own, slots, newest, features, width, allowed)
         column = torch.arange(layout.most_drafts + 1, device=slots.device)
         place = newest[:, None] + column
