@@ -132,6 +132,7 @@ class LLM:
                 "cache",
                 f"{tokens} tokens of {caches.bytes_per_token} bytes, blocks of {caches.block_size} ({caches.reason})",
             ),
+            ("rows a step", f"up to {self.engine.max_rows}, of up to {config.max_num_seqs} requests"),
             ("prefix cache", "on" if config.prefix_caching else "off"),
             ("speculation", self.engine.speculation.description),
             *([("drafting", drafting)] if drafting else []),

@@ -56,6 +56,12 @@ class Batch:
         )
 
 
+def host_rows(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Request and place in its request of every row, of R requests with `counts` [R] rows each."""
+    item = np.arange(len(counts)).repeat(counts)
+    return item, np.arange(len(item)) - (counts.cumsum() - counts)[item]
+
+
 def make_spans(counts: np.ndarray, seen: Tensor, table: Tensor) -> list[Span]:
     """Spans of R requests with `counts` [R] rows each, of which row t sees positions up to seen[t].
 

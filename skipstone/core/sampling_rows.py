@@ -57,6 +57,9 @@ class Features:
         return not self.penalized and self.bias is None and self.logprobs is None and not self.constrained
 
 
+PLAIN = Features(SamplingParams(), [], 0)
+
+
 class RowFeatures:
     """The features of N rows that choose a token, `item` [N] naming the request of each on the host.
 

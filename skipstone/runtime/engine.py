@@ -27,8 +27,8 @@ from skipstone.runtime.runner import ModelRunner, StepHandle
 from skipstone.runtime.scheduler import Scheduler
 from skipstone.runtime.speculation import make_speculation
 
-# Rows of a step. A GPU reads prompts 3.6 times faster with 2,048 than with 512, and a few per cent slower than
-# with 8,192, for which decoding requests would wait four times as long.
+# Rows of a step. A slice of MiniMax-M3 on an H200 reads 23,000 prompt tokens a second with 512 and 86,000 with 8,192,
+# but decoding requests wait for each step: 24 ms with 2,048.
 ROWS = {"cpu": 512, "cuda": 2048}
 
 

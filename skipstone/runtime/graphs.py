@@ -14,12 +14,11 @@ from torch import Tensor
 
 from skipstone.core.plan import PlanItem, StepPlan
 from skipstone.core.request import SamplingParams
-from skipstone.core.sampling_rows import Features
+from skipstone.core.sampling_rows import PLAIN, Features
 from skipstone.runtime.layout import Layout
 from skipstone.runtime.step import Step
 
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-PLAIN = Features(SamplingParams(), [], 0)
 TRUNCATED = Features(SamplingParams(top_p=0.5), [], 0)
 T = TypeVar("T")
 

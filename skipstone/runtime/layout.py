@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from skipstone.core.batch import ALIGNMENT, host_rows
 from skipstone.core.plan import PlanItem
 from skipstone.core.sequence_table import SequenceTable
 
@@ -42,12 +43,6 @@ class Layout(NamedTuple):
     chunks: bool  # whether a row belongs to a prompt, but for the last
     sampled_items: np.ndarray  # [L], D index of each sampled row
     first_sampled: np.ndarray  # [D], the first of its rows in L
-
-
-def host_rows(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Request and place in its request of every row."""
-    item = np.arange(len(counts)).repeat(counts)
-    return item, np.arange(len(item)) - (counts.cumsum() - counts)[item]
 
 
 def make_layout(items: list[PlanItem], table: SequenceTable, every_row: bool) -> Layout:
@@ -103,7 +98,7 @@ def make_layout(items: list[PlanItem], table: SequenceTable, every_row: bool) ->
     )
 
 
-ALIGNED = 2  # int64 values: kernels are compiled once more for tensors that do not start at 16 bytes
+ALIGNED = ALIGNMENT // 8  # int64 values
 
 
 def packed(arrays: list[np.ndarray], table: SequenceTable) -> list[Tensor]:

@@ -14,8 +14,8 @@ from skipstone.attention.backend import AttentionGroups
 from skipstone.core.kv_cache import CacheMemory, KVCache
 from skipstone.core.observer import EmittedRun, Observer, Phase
 from skipstone.core.plan import PlanItem, StepPlan, StepResult
-from skipstone.core.request import Request, SamplingParams, TokenLogprobs
-from skipstone.core.sampling_rows import Features
+from skipstone.core.request import Request, TokenLogprobs
+from skipstone.core.sampling_rows import PLAIN, Features
 from skipstone.core.sequence_table import SequenceTable
 from skipstone.kernels.ops import Ops
 from skipstone.kernels.reference.gemm import cpu_threads
@@ -32,7 +32,6 @@ from skipstone.spec.proposer import Proposer
 # one gains at most a fifth, and costs a hundredfold where other programs keep the cores busy (2.2 s against 22 ms for
 # 16 rows of a demo, 2 cores).
 ONE_THREAD_BYTES = 1e9
-PLAIN = Features(SamplingParams(), [], 0)
 
 
 class Watched(NamedTuple):
@@ -183,7 +182,7 @@ class ModelRunner:
             drafts = self.step.draft(forward, outcome, features, allowed) if follows else None
             self._ended("draft")
             result = outcome.packed if drafts is None else torch.cat([outcome.packed, drafts], dim=1)
-            handle.bring([result, *self._logprobs(handle, forward, outcome)], outcome.tokens.shape[1])
+            handle.bring([result, *self._logprobs(handle, forward, outcome)], outcome.accepted.emitted.shape[1])
 
     def report(self, handle: StepHandle, results: list[StepResult], owners: list[Request | None]) -> None:
         """Tell the observer what the plan's items emit; their requests have not taken it over yet."""
@@ -251,7 +250,7 @@ class ModelRunner:
             count, top = item.num_drafts + 1, self.features[item.slot].logprobs
             if top is not None:
                 rows += range(row, row + count)
-                places += [place * outcome.tokens.shape[1] + i for i in range(count)]
+                places += [place * outcome.accepted.emitted.shape[1] + i for i in range(count)]
                 wanted += [(item, i, top) for i in range(count)]
         row = forward.layout.num_sampled
         of_prompt = []
@@ -269,5 +268,5 @@ class ModelRunner:
         most = max(top for *_, top in handle._logprob_rows)
         slots, positions = np.array(of_prompt, dtype=np.int64).reshape(-1, 2).T
         index, emitted, slot, position = packed([np.array(rows), np.array(places), slots, positions], self.table)
-        tokens = torch.cat([outcome.tokens.flatten()[emitted], self.table.tokens[slot, position].long()])
+        tokens = torch.cat([outcome.accepted.emitted.flatten()[emitted], self.table.tokens[slot, position].long()])
         return [tokens, *token_logprobs(forward.logits[index].float(), tokens, most)]

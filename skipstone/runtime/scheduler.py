@@ -30,7 +30,7 @@ class SchedulerStats:
 
 
 @dataclass
-class Place:
+class SlotState:
     """Where a running request is on the device, and what is on its way there."""
 
     slot: int
@@ -64,7 +64,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.stats = SchedulerStats()
-        self.places: dict[Request, Place] = {}  # of running requests
+        self.places: dict[Request, SlotState] = {}  # of running requests
         self._admitted: dict[int, Request] = {}  # by number of admission
         self._numbers = itertools.count()
         self._free_slots = list(reversed(range(max_requests)))
@@ -137,7 +137,7 @@ class Scheduler:
         while self.waiting and budget > 0 and len(self.running) < self.max_requests:
             request = self.waiting[0]
             self._match_prefix(request)
-            self.places[request] = place = Place(self._free_slots[-1], next(self._numbers))
+            self.places[request] = place = SlotState(self._free_slots[-1], next(self._numbers))
             place.follows = request.max_drafts > 0 and self.needs is not None
             item = self._plan_rows(request, budget)
             if item is None or not self._reserve(request, item.end):
@@ -156,7 +156,7 @@ class Scheduler:
             items.append(item)
             budget -= item.num_rows
 
-    def _admission(self, request: Request, place: Place) -> Admission:
+    def _admission(self, request: Request, place: SlotState) -> Admission:
         return Admission(
             slot=place.slot,
             number=place.admission,

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -20,11 +19,9 @@ from skipstone.kernels.ops import Ops
 from skipstone.kernels.reference.decode import Accepted
 from skipstone.models.base import CausalLM, HiddenStates, Kept
 from skipstone.runtime.layout import Layout
-from skipstone.spec.draft_sampler import DraftSampler, DraftSampling
+from skipstone.spec.draft_sampler import DraftMasks, DraftSampler, DraftSampling
 from skipstone.spec.proposer import DraftStep, Proposer
 from skipstone.spec.verify import Drafted, Verifier
-
-DraftMasks = Callable[[list[Tensor]], Tensor | None]  # drafts so far -> what grammars permit next, [D, V] bool
 
 
 class Forward(NamedTuple):
@@ -41,10 +38,7 @@ class Forward(NamedTuple):
 class Outcome(NamedTuple):
     """What became of the sampled rows, of D requests."""
 
-    packed: (
-        Tensor  # [D, 1 + K + 1] int64: number of drafts kept; tokens, of which those behind the next are not emitted
-    )
-    tokens: Tensor  # [D, K + 1] int64, those of `packed`
+    packed: Tensor  # [D, 1 + K + 1] int64: number of drafts kept; tokens, of which those behind the next do not count
     rows: SamplingRows  # how they were chosen
     accepted: Accepted
     slots: Tensor  # [D] int64
@@ -88,16 +82,7 @@ class Step:
         rows = self.ops.step_rows(
             self.table.tokens, layout.slots, at.start, end, blocks, layout.row_item, layout.row_offset, self.block_size
         )
-        batch = Batch(
-            input_ids=rows.input_ids,
-            positions=rows.positions,
-            seq_lens=rows.seq_lens,
-            slot_block=rows.slot_block,
-            slot_offset=rows.slot_offset,
-            block_table=blocks,
-            spans=make_spans(layout.counts, rows.seen, blocks),
-            max_seq_len=layout.end,
-        )
+        batch = rows.batch(blocks, make_spans(layout.counts, rows.seen, blocks), layout.end)
         kept = None
         if layout.kept is not None:
             spans = make_spans(layout.kept.counts, rows.seen[layout.kept.rows], blocks[layout.kept.items])
@@ -126,7 +111,7 @@ class Step:
             self.table.tokens[slots[:, None], place].long(),
             newest,
             end,
-            rows.seed if layout.most_drafts == 0 and layout.uniform else own.seed,
+            own.seed,
             None if layout.uniform else layout.place,
             self._draft_probs(forward, slots),
         )
@@ -134,7 +119,7 @@ class Step:
         self.table.tokens[slots[:, None], place + 1] = accepted.following.int()
         packed = torch.cat([accepted.num_accepted[:, None], accepted.emitted], dim=1)
         known = self._advance(layout, at, accepted)
-        return Outcome(packed, accepted.emitted, rows, accepted, slots, known, width)
+        return Outcome(packed, rows, accepted, slots, known, width)
 
     def _sampling(
         self,
@@ -182,7 +167,10 @@ class Step:
         """The next drafts [D, k], PAD where there is none; they stand behind the committed tokens then."""
         assert self.proposer is not None
         proposer, slots, accepted = self.proposer, outcome.slots, outcome.accepted
-        layout, at, newest = forward.layout, forward.at, accepted.start
+        layout, at, newest, chosen = forward.layout, forward.at, accepted.start, forward.layout.sampling
+        draft_at = at if chosen is None else SlotRows(at.settings[chosen], at.blocks[chosen])
+        most = proposer.needs.max_position
+        limit = draft_at.limit if most is None else draft_at.limit.clamp(max=most - 1)
         per_draft = RowFeatures(self.table, np.arange(len(features)), features, outcome.width)
         sampler = DraftSampler(self.draft_sampling, per_draft, newest + 1, self.ops, self.probs, allowed)
         step = DraftStep(
@@ -193,7 +181,10 @@ class Step:
             batch=forward.batch,
             hidden=forward.hidden,
             known=outcome.known,
-            drafting=layout.sampling,
+            drafting=chosen,
+            draft_slots=slots,
+            draft_at=draft_at,
+            limit=limit,
             newest=newest,
             last_rows=layout.first_rows + accepted.num_accepted,
             wanted=layout.wanted,
@@ -212,8 +203,6 @@ class Step:
             return None
         depth = torch.arange(layout.k, device=newest.device)
         place = newest[:, None] + 1 + depth
-        most = proposer.needs.max_position
-        limit = step.draft_at.limit if most is None else step.draft_at.limit.clamp(max=most - 1)
         real = (depth < layout.wanted[:, None]) & (place < limit[:, None]) & (newest >= 0)[:, None]
         drafts = torch.where(real, drafts, PAD)
         self.table.tokens[slots[:, None], place] = drafts.int()

@@ -80,9 +80,9 @@ METRICS = (
     Metric("iteration_tokens_total", "histogram", "rows of a step", buckets=COUNTS),
     Metric("steps", "counter", "engine steps", peer=False),
     Metric("late_compilations", "counter", "kernels compiled or loaded, graphs captured since the warm-up", peer=False),
-    Metric("target_seconds", "counter", "time in the target model and in planning", peer=False),
-    Metric("verify_seconds", "counter", "time in sampling and verification", peer=False),
-    Metric("draft_seconds", "counter", "time in the proposer", peer=False),
+    Metric("target_seconds", "counter", "time in the target model and in planning; not measured on a GPU", peer=False),
+    Metric("verify_seconds", "counter", "time in sampling and verification; not measured on a GPU", peer=False),
+    Metric("draft_seconds", "counter", "time in the proposer; not measured on a GPU", peer=False),
     Metric("acceptance_length", "gauge", "tokens per verify step since the start, the added one included", peer=False),
     Metric("recent_acceptance_length", "gauge", "the same over the last minute", peer=False),
     Metric(

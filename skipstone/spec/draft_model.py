@@ -36,11 +36,10 @@ class DraftModelProposer(CachedProposer):
         if not len(step.newest):
             return None
         tokens = torch.stack([step.token_before(step.newest), step.token_before(step.newest + 1)], dim=1)
-        limit = self.limit(step)
-        states = self.run(tokens, step.rows(tokens, step.newest - 1, torch.minimum(limit, step.newest + 1)))
+        states = self.run(tokens, step.rows(tokens, step.newest - 1, torch.minimum(step.limit, step.newest + 1)))
         if not step.k:
             return None
-        return draft_chain(self, step, states[1::2], step.newest + 1, limit)
+        return draft_chain(self, step, states[1::2], step.newest + 1, step.limit)
 
     def outputs(self, states: Tensor) -> DraftOutput:
         """Logits; no state is handed on."""

@@ -21,6 +21,7 @@ from skipstone.kernels.ops import Ops
 from skipstone.kernels.reference.sampling import process_logits
 
 DraftSampling = Literal["coupled", "greedy", "independent"]
+DraftMasks = Callable[[list[Tensor]], Tensor | None]  # drafts so far -> what grammars permit next, [D, V] bool
 # Flips bits of the seed, so that the noise is another stream of the same request.
 INDEPENDENT_STREAM = 0x510E527FADE682D1
 STEP_STRIDE = 0x1B873593CC9E2D51  # any large odd number
@@ -40,7 +41,7 @@ class DraftSampler:
     committed: Tensor  # [D] int64, tokens of each request
     ops: Ops
     probs: Tensor | None = None
-    allowed: Callable[[list[Tensor]], Tensor | None] | None = None  # drafts so far -> what a grammar permits, [D, V]
+    allowed: DraftMasks | None = None
     drawn: list[Tensor] = field(default_factory=list)
 
     def sample(self, logits: Tensor, at: SlotRows, slots: Tensor, position: Tensor, depth: int) -> Tensor:

@@ -71,7 +71,7 @@ class HiddenStateProposer(CachedProposer):
         if not step.k:
             return None
         current = states[step.last_rows] if kept is None else states
-        return draft_chain(self, step, current, step.newest, self.limit(step))
+        return draft_chain(self, step, current, step.newest, step.limit)
 
     def outputs(self, states: Tensor) -> DraftOutput:
         """Those of the head."""

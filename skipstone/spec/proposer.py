@@ -77,6 +77,9 @@ class DraftStep:
     hidden: HiddenStates
     known: Tensor  # [R] int64, the last position whose token is committed, or lies in the prompt
     drafting: Tensor | None  # [D] int64 into R; None: all
+    draft_slots: Tensor  # [D] int64
+    draft_at: SlotRows  # of the D requests
+    limit: Tensor  # [D] int64, rows at this position and behind are padding, drafts there are not made
     newest: Tensor  # [D] int64, position of the newest committed token; PAD for padding
     last_rows: Tensor  # [D] int64, the row before it: its state predicts the newest token
     wanted: Tensor  # [D] int64, drafts to make, at most k
@@ -87,18 +90,6 @@ class DraftStep:
     block_size: int
     ops: Ops
     sampler: DraftSampler
-
-    @property
-    def draft_slots(self) -> Tensor:
-        """[D] int64."""
-        return self.slots if self.drafting is None else self.slots[self.drafting]
-
-    @property
-    def draft_at(self) -> SlotRows:
-        """The state of the D requests."""
-        if self.drafting is None:
-            return self.at
-        return SlotRows(self.at.settings[self.drafting], self.at.blocks[self.drafting])
 
     def tokens_at(self, position: Tensor) -> Tensor:
         """The tokens [T] at these positions of the rows' requests; the last known one where they are not known."""
@@ -122,16 +113,7 @@ class DraftStep:
         if see_ahead:
             seen = torch.where(seen >= 0, seen.amax(dim=1, keepdim=True), PAD)
         span = Span(slice(0, count), slice(0, count * n), n, seen, table)
-        return Batch(
-            input_ids=rows.input_ids,
-            positions=rows.positions,
-            seq_lens=rows.seq_lens,
-            slot_block=rows.slot_block,
-            slot_offset=rows.slot_offset,
-            block_table=table,
-            spans=[span],
-            max_seq_len=self.max_seq_len,
-        )
+        return rows.batch(table, [span], self.max_seq_len)
 
     def last_rows_of(self, batch: Batch, groups: AttentionGroups) -> Kept | None:
         """The rows that predict the newest tokens, where the batch of all rows has others; one row if nobody drafts."""
@@ -156,8 +138,7 @@ class DraftStep:
 
     def write(self, token_ids: Tensor, depth: int) -> None:
         """Put drafts [D] int64 of a depth behind the committed tokens, where sampling and later modules see them."""
-        place = self.newest + 1 + depth
-        self.table.tokens[self.draft_slots, place.clamp(min=0)] = token_ids.int()
+        self.table.tokens[self.draft_slots, self.newest + 1 + depth] = token_ids.int()
 
 
 class Proposer(Protocol):
@@ -200,11 +181,6 @@ class CachedProposer:
     def copy_blocks(self, sources: Tensor, destinations: Tensor) -> None:
         """Copy whole blocks."""
         self.cache.copy_blocks(sources, destinations)
-
-    def limit(self, step: DraftStep) -> Tensor:
-        """Rows at this position and behind are padding: [D] int64."""
-        limit = step.draft_at.limit
-        return limit if self.needs.max_position is None else limit.clamp(max=self.needs.max_position - 1)
 
     def followed(self, step: DraftStep, shift: int) -> Batch:
         """The target's rows with the tokens `shift` further on.

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from skipstone.core.batch import PAD, Batch, make_spans
+from skipstone.core.batch import PAD, Batch, host_rows, make_spans
 from skipstone.core.kv_cache import CacheMemory
 from skipstone.core.sequence_table import ADMISSION
 from skipstone.kernels.ops import Ops
-from skipstone.kernels.reference.decode import placed_rows
+from skipstone.kernels.reference.decode import PlacedRows, placed_rows
 from skipstone.models.base import DraftHead
 from skipstone.spec.hidden_state import HiddenStateProposer
 from skipstone.spec.proposer import DraftStep
@@ -84,8 +84,7 @@ class _Window:
         counts = np.array(step.counts)
         self.counts = counts + lead
         firsts = self.counts.cumsum() - self.counts
-        item = np.arange(len(counts)).repeat(self.counts)
-        offset = np.arange(len(item)) - firsts[item]
+        item, offset = host_rows(self.counts)
         row = np.maximum(offset - lead, 0) + (counts.cumsum() - counts)[item]  # of the step's batch
         moved = step.table.moved
         self.first, self.item, self.offset, self.row = (moved(a.astype(np.int64)) for a in (firsts, item, offset, row))
@@ -121,14 +120,5 @@ class _Window:
         table, size = step.batch.block_table, step.block_size
         place = torch.where(self.real, self.position, 0)
         rows = placed_rows(place, self.position, self.real, table[self.item, place // size], size)
-        input_ids, positions, seen, slot_block, slot_offset = rows
-        return Batch(
-            input_ids=input_ids,
-            positions=positions,
-            seq_lens=torch.where(step.at.start >= 0, self.end, 0),
-            slot_block=slot_block,
-            slot_offset=slot_offset,
-            block_table=table,
-            spans=make_spans(self.counts, seen, table),
-            max_seq_len=step.max_seq_len,
-        )
+        placed = PlacedRows(*rows, torch.where(step.at.start >= 0, self.end, 0))
+        return placed.batch(table, make_spans(self.counts, placed.seen, table), step.max_seq_len)

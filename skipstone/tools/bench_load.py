@@ -170,10 +170,11 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     from skipstone.tools.slices import slice_info
 
     ks: list[int | str] = [*numbers(args.k, "--k", 0, LARGEST_K), *(["auto"] if args.auto else [])]
-    wanted = args.loads.split(",") if args.loads else [load.name for load in LOADS]
-    unknown = sorted(set(wanted) - {load.name for load in LOADS} - {"mixed"})
+    names = [*(load.name for load in LOADS), "mixed"]
+    wanted = args.loads.split(",") if args.loads else names
+    unknown = sorted(set(wanted) - set(names))
     if unknown:
-        raise ConfigError(f"--loads names {unknown[0]!r}; it may name mixed, {', '.join(load.name for load in LOADS)}")
+        raise ConfigError(f"--loads names {unknown[0]!r}; it may name {', '.join(names)}")
     if not torch.cuda.is_available():
         raise ConfigError("bench load needs a GPU; bench serve measures any server")
     values = {name: settings.values[name] for name in OPTIONS if name in settings.values}
@@ -217,7 +218,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--slice", default="m3", metavar="NAME", help="m3 (8 layers, 32 experts) or v32 (5 layers, 32 experts) [m3]")
     add("--k", default="0,3", metavar="LIST", help="drafts a step, by the MTP module [0,3]")
     add("--auto", action="store_true", help="spec=auto as well")
-    add("--loads", metavar="LIST", help="scenarios, by name, and mixed; none: all scenarios")
+    add("--loads", metavar="LIST", help="scenarios, by name, and mixed; none: all of them")
     add("--rounds", type=positive, default=2, metavar="N", help="times that each is run, the first one cold [2]")
     add("--warmup", default="all", choices=("all", "none"), help="before the first scenario [all]")
     add("--running", type=positive, default=56, metavar="N", help="mixed: requests that decode [56]")

@@ -9,9 +9,11 @@ import msgspec
 
 from skipstone.config import EngineConfig
 from skipstone.errors import ConfigError
+from skipstone.kernels.dispatch import choose_device
 from skipstone.llm import LLM
 from skipstone.models.loader import read_model_info
 from skipstone.models.locate import locate
+from skipstone.runtime.engine import ROWS
 from skipstone.runtime.k_table import KTable
 from skipstone.tools.measure import (
     STEPS_PER_CELL,
@@ -190,11 +192,12 @@ def _yardstick_cost(costs: Costs, spec: str, proposer: str, batch: int, context:
 
 def _roomy(config: EngineConfig, options: TuneOptions) -> EngineConfig:
     """The engine with room for every cell in one step."""
-    rows = options.batches[-1] * (options.ks[-1] + 1)
+    needed = options.batches[-1] * (options.ks[-1] + 1)
+    default = ROWS[choose_device(config.device).type]
     return msgspec.structs.replace(
         config,
         max_num_seqs=max(config.max_num_seqs, options.batches[-1]),
-        max_num_batched_tokens=max(config.max_num_batched_tokens or 512, rows),
+        max_num_batched_tokens=max(config.max_num_batched_tokens or default, needed),
     )
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from skipstone.core.batch import PAD, SPARE_BLOCK, ZERO_BLOCK
+from skipstone.core.batch import PAD, SPARE_BLOCK, ZERO_BLOCK, Batch, Span
 from skipstone.kernels.reference.sampling import gumbel_noise
 
 # Any constant that is used nowhere else.
@@ -23,6 +23,19 @@ class PlacedRows(NamedTuple):
     slot_block: Tensor  # [T] int64
     slot_offset: Tensor  # [T] int64
     seq_lens: Tensor  # [R] int64
+
+    def batch(self, table: Tensor, spans: list[Span], max_seq_len: int) -> Batch:
+        """With the block tables [R, blocks] that the rows were placed by."""
+        return Batch(
+            input_ids=self.input_ids,
+            positions=self.positions,
+            seq_lens=self.seq_lens,
+            slot_block=self.slot_block,
+            slot_offset=self.slot_offset,
+            block_table=table,
+            spans=spans,
+            max_seq_len=max_seq_len,
+        )
 
 
 def step_rows(
