@@ -22,8 +22,6 @@ from skipstone.kernels.reference.sampling import process_logits
 
 DraftSampling = Literal["coupled", "greedy", "independent"]
 DraftMasks = Callable[[list[Tensor]], Tensor | None]  # drafts so far -> what grammars permit next, [D, V] bool
-# Flips bits of the seed, so that the noise is another stream of the same request.
-INDEPENDENT_STREAM = 0x510E527FADE682D1
 STEP_STRIDE = 0x1B873593CC9E2D51  # any large odd number
 
 
@@ -49,7 +47,7 @@ class DraftSampler:
         allowed = self.allowed(self.drawn) if self.allowed is not None else None
         rows = self.features.rows(at, slots, position, allowed, greedy=self.mode == "greedy")
         if self.mode == "independent":
-            rows = rows._replace(seed=fresh_seeds(rows.seed ^ INDEPENDENT_STREAM, self.committed))
+            rows = rows._replace(seed=fresh_seeds(rows.seed, self.committed))
         tokens = self.ops.sample(logits, rows)
         self.drawn.append(tokens)
         if self.probs is not None:
