@@ -223,8 +223,8 @@ def test_stop_frees_the_place(page: Page, server: Serving) -> None:
     tab.fill("#max-tokens", "3000")
     for stop in (lambda: tab.click("#stop"), lambda: tab.keyboard.press("Escape")):
         tab.click("#run")
+        wait_for(lambda: server.service.stats().running == 1, PATIENCE / 1000)  # until then the last text is shown
         tab.wait_for_selector("#text .accepted")
-        assert server.service.stats().running == 1
         stop()
         wait_for(lambda: server.service.stats().running == 0, 10)
         playwright.expect(tab.locator("#status")).to_have_text("Stopped.")
