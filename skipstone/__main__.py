@@ -8,7 +8,7 @@ import sys
 def main() -> None:
     """Run the command line and end the process with its exit code."""
     try:
-        from skipstone.serve.cli import run
+        from skipstone.cli.main import run
 
         code = run(sys.argv[1:])
     except KeyboardInterrupt:  # also while modules are still being imported

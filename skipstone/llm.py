@@ -26,8 +26,8 @@ from skipstone.outputs import RequestOutput, StreamEvent
 from skipstone.registry import GRAMMARS
 from skipstone.runtime.block_pool import hash_salt
 from skipstone.runtime.engine import Engine
-from skipstone.serve.text import Tokenizer
 from skipstone.session import Choice, Session
+from skipstone.text.tokenizer import Tokenizer
 
 Prompt = str | list[int]
 Messages = Sequence[dict[str, Any]]

@@ -98,7 +98,7 @@ GPU = Registry(
         "graphs": "runtime.graphs:DecodeGraphs",
         "warm_up": "runtime.warmup:warm_up",
         "measure_room": "runtime.dry_run:measure_room",
-        "compilations": "kernels.compilations:num_compilations",
+        "compilations": "kernels.gpu.compilations:num_compilations",
     },
 )
 
@@ -108,14 +108,14 @@ VERIFICATION = Registry(
 )
 
 # By the package that does the parsing.
-GRAMMARS = Registry("grammar library", {"llguidance": "serve.structured:GrammarCompiler"})
+GRAMMARS = Registry("grammar library", {"llguidance": "text.structured:GrammarCompiler"})
 
 # Every op twice, its plain-torch reference and its Triton kernels; some a third time, compiled for CPUs by Numba.
 KERNELS = Registry(
     "op",
     {
         f"{op}/{implementation}": f"kernels.{module}:{op}"
-        for op, reference, triton in [
+        for op, reference, gpu in [
             ("linear", "gemm", "gemm"),
             ("bmm", "gemm", "gemm"),
             ("rms_norm", "pointwise", "norm_rope"),
@@ -140,7 +140,7 @@ KERNELS = Registry(
             ("decode_rows", "decode", "decode"),
             ("accept", "decode", "decode"),
         ]
-        for implementation, module in (("reference", f"reference.{reference}"), ("triton", triton))
+        for implementation, module in (("reference", f"reference.{reference}"), ("triton", f"gpu.{gpu}"))
     }
     | {
         f"{op}/numba": f"kernels.cpu.{module}:{op}"

@@ -11,8 +11,8 @@ from skipstone.core.request import Request, SamplingParams
 from skipstone.kernels.reference.sampling import derive_seed
 from skipstone.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamEvent
 from skipstone.runtime.engine import Engine
-from skipstone.serve.text import Tokenizer
-from skipstone.serve.text_stream import TextStream
+from skipstone.text.stream import TextStream
+from skipstone.text.tokenizer import Tokenizer
 
 
 class Choice:

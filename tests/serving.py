@@ -16,10 +16,10 @@ import openai
 import uvicorn
 
 from skipstone import LLM
-from skipstone.serve.http_server import http_options
-from skipstone.serve.server_config import ServerConfig
-from skipstone.serve.service import Service
-from skipstone.serve.step_observer import StepObserver
+from skipstone.server.config import ServerConfig
+from skipstone.server.http_server import http_options
+from skipstone.server.service import Service
+from skipstone.server.step_observer import StepObserver
 
 LONG = {"max_tokens": 3000, "extra_body": {"ignore_eos": True}}
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 from oracles.tiny import Tiny
 
+from skipstone.cli.main import load_command
 from skipstone.config import make_config
 from skipstone.core.batch import FIRST_BLOCK
 from skipstone.core.kv_cache import CacheSpec, CacheTensorSpec
 from skipstone.layers.feed_forward import Router
 from skipstone.models.minimax_m3 import read_minimax_m3
 from skipstone.runtime.memory import Room, plan_caches
-from skipstone.serve.cli import load_command
-from skipstone.tools.decode_floor import route_alike
+from skipstone.tools.bench.decode_floor import route_alike
 
 
 def test_all_rows_choose_the_same_experts() -> None:

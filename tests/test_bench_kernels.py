@@ -11,21 +11,21 @@ import pytest
 import torch
 from torch import Tensor
 
+from skipstone.cli import main as cli
 from skipstone.core.batch import FIRST_BLOCK
 from skipstone.errors import ConfigError
 from skipstone.kernels.ops import OP_NAMES
 from skipstone.kernels.reference.attention import sparse_gqa
 from skipstone.kernels.reference.select import block_select
 from skipstone.registry import KERNELS
-from skipstone.serve import cli
-from skipstone.tools import kernel_cells, kernel_peer, kernel_run
-from skipstone.tools.bench_kernels import _line
-from skipstone.tools.gpu_timing import Timing
-from skipstone.tools.kernel_cells import CELLS, Cell
-from skipstone.tools.kernel_peer import Peer, load_peer
-from skipstone.tools.kernel_run import Ceilings, Measured
-from skipstone.tools.op_inputs import SMALL, Inputs, Load
-from skipstone.tools.op_run import arguments, make_case
+from skipstone.tools.bench import kernel_cells, kernel_peer, kernel_run
+from skipstone.tools.bench.gpu_timing import Timing
+from skipstone.tools.bench.kernel_cells import CELLS, Cell
+from skipstone.tools.bench.kernel_peer import Peer, load_peer
+from skipstone.tools.bench.kernel_run import Ceilings, Measured
+from skipstone.tools.bench.kernels import _line
+from skipstone.tools.doctor.op_inputs import SMALL, Inputs, Load
+from skipstone.tools.doctor.op_run import arguments, make_case
 
 CPU = torch.device("cpu")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from skipstone import LLM
-from skipstone.tools.bench_load import Load, drive
+from skipstone.tools.bench.load import Load, drive
 
 
 @pytest.mark.parametrize("rate", [0, 40])

@@ -18,12 +18,12 @@ import pytest
 from scripted import DONE, Scripted, answer, event, scripted
 from serving import serving, wait_for
 
+from skipstone.cli import main as cli
+from skipstone.cli.prompts import Prompt
 from skipstone.errors import ConfigError
-from skipstone.serve import cli
-from skipstone.serve.cli_prompts import Prompt
-from skipstone.tools.load_client import Drafts, Sample
-from skipstone.tools.load_run import Load, due_times, run_load
-from skipstone.tools.load_stats import METRICS, meets, parse_goals, percentile, summarize
+from skipstone.tools.bench.load_client import Drafts, Sample
+from skipstone.tools.bench.load_run import Load, due_times, run_load
+from skipstone.tools.bench.load_stats import METRICS, meets, parse_goals, percentile, summarize
 
 DEMO = Path(__file__).resolve().parent.parent / "checkpoints" / "demo"
 SLACK_S = 0.15  # what a busy machine may add to a wait

@@ -11,8 +11,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
 from skipstone.errors import RequestError
-from skipstone.serve import text
-from skipstone.serve.tool_readers import DSML, DsmlReader
+from skipstone.text import tokenizer as text
+from skipstone.text.tool_readers import DSML, DsmlReader
 
 BAR = "\N{FULLWIDTH VERTICAL LINE}"
 BOS, EOS = (

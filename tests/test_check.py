@@ -11,6 +11,7 @@ import torch
 from oracles.tiny import Tiny, write_folder
 from oracles.tiny_heads import with_mtp, write_head
 
+from skipstone.cli import main as cli
 from skipstone.config import make_config
 from skipstone.core.batch import SamplingRows
 from skipstone.core.plan import PlanItem
@@ -20,10 +21,9 @@ from skipstone.kernels.ops import Ops
 from skipstone.kernels.reference.decode import Accepted
 from skipstone.models.minimax_m3 import MiniMaxM3
 from skipstone.runtime.scheduler import Scheduler
-from skipstone.serve import cli
 from skipstone.spec.verify import Drafted, Verifier
-from skipstone.tools.check_run import CheckReport, check
-from skipstone.tools.compare import LOGIC_ERROR, NEAR_TIE
+from skipstone.tools.check.compare import LOGIC_ERROR, NEAR_TIE
+from skipstone.tools.check.run import CheckReport, check
 from skipstone.tools.workload import choose_prompts
 
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6], list(range(3, 60)), [9, 8] * 20, [11], list(range(100, 20, -3)) * 2]

@@ -20,9 +20,9 @@ from tokenizers.models import WordLevel
 from torch import Tensor
 
 from skipstone import LLM, SamplingParams
+from skipstone.cli import main as cli
 from skipstone.errors import ConfigError, SkipstoneError, UnsupportedError
 from skipstone.kernels.dispatch import free_memory_bytes
-from skipstone.serve import cli
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -372,7 +372,7 @@ class TestMemory:
     @pytest.fixture
     def free(self, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
         def limit(size: int) -> None:
-            for place in ("models.loader", "tools.checkpoint"):
+            for place in ("models.loader", "tools.inspect.checkpoint"):
                 monkeypatch.setattr(f"skipstone.{place}.free_memory_bytes", lambda device: size)
 
         return limit

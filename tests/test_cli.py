@@ -25,10 +25,10 @@ from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 
 from skipstone import LLM, errors
+from skipstone.cli import main as cli
+from skipstone.cli.main import COMMANDS
 from skipstone.errors import install_hint, needing
-from skipstone.serve import cli
-from skipstone.serve.cli import COMMANDS
-from skipstone.tools.checkpoint import examine
+from skipstone.tools.inspect.checkpoint import examine
 
 ROOT = Path(__file__).resolve().parent.parent
 SKIPSTONE = [sys.executable, "-m", "skipstone"]
@@ -100,7 +100,7 @@ class TestStart:
     @pytest.mark.parametrize("verb", COMMANDS.entries)
     def test_help_of_a_verb_needs_no_torch(self, verb: str) -> None:
         script = (
-            "import sys; from skipstone.serve.cli import run\n"
+            "import sys; from skipstone.cli.main import run\n"
             f"code = run(['{verb}', '--help'])\n"
             "heavy = {'torch', 'numpy', 'tokenizers', 'jinja2', 'rich', 'yaml'} & set(sys.modules)\n"
             "sys.exit(f'imported {heavy}' if heavy else code)"
@@ -602,7 +602,7 @@ for package, broken, words, _ in {WANTED!r}:
             sys.path.insert(0, "{tmp_path}")
         else:
             sys.modules[package] = None
-        from skipstone.serve.cli import run
+        from skipstone.cli.main import run
         os._exit(run(words))
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
@@ -614,7 +614,7 @@ for package, broken, words, _ in {WANTED!r}:
 
     def test_a_fault_of_ours_is_none_of_theirs(self) -> None:
         with pytest.raises(ImportError), needing("serve", "serve"):
-            from skipstone.serve import nothing_of_that_name  # noqa: F401
+            from skipstone.cli import nothing_of_that_name  # noqa: F401
 
     def test_the_hint(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert install_hint("serve") == shlex.join([sys.executable, "-m", "pip", "install", "-e", f"{ROOT}[serve]"])

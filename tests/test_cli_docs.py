@@ -7,8 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from skipstone.serve.cli import COMMANDS, load_command
-from skipstone.serve.cli_options import ALIASES, TITLES, Command, Parser, known_options
+from skipstone.cli.main import COMMANDS, load_command
+from skipstone.cli.options import ALIASES, TITLES, Command, Parser, known_options
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "cli.md"
 

@@ -12,8 +12,8 @@ import pytest
 from oracles.tiny import Tiny, write_folder
 from oracles.tiny_heads import with_mtp
 
+from skipstone.cli import main as cli
 from skipstone.core.speculation import SpeculationStats
-from skipstone.serve import cli
 
 ROOT = Path(__file__).resolve().parent.parent
 HAS_DEMO = any((ROOT / "checkpoints" / "demo").glob("*.safetensors"))

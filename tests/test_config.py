@@ -12,14 +12,14 @@ import pytest
 from msgspec import Meta
 
 from skipstone import LLM
+from skipstone.cli.main import load_command
+from skipstone.cli.options import TITLES, Command, Parser, Settings, resolve
 from skipstone.config import EngineConfig, make_config, options_of, read_integer
 from skipstone.core.request import SamplingParams
 from skipstone.errors import ConfigError, RequestError
-from skipstone.serve.api_decode import decode
-from skipstone.serve.api_errors import ApiError
-from skipstone.serve.api_requests import body_of
-from skipstone.serve.cli import load_command
-from skipstone.serve.cli_options import TITLES, Command, Parser, Settings, resolve
+from skipstone.server.api.decode import decode
+from skipstone.server.api.errors import ApiError
+from skipstone.server.api.requests import body_of
 
 
 def settings(*arguments: str, environ: dict[str, str] | None = None, verb: str = "generate") -> Settings:

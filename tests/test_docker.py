@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from skipstone.serve.cli import load_command
-from skipstone.serve.cli_options import Parser, resolve
+from skipstone.cli.main import load_command
+from skipstone.cli.options import Parser, resolve
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted((ROOT / "docker").glob("*.Dockerfile"))

@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from skipstone.cli import main as cli
 from skipstone.errors import UnsupportedError
 from skipstone.kernels import dispatch
 from skipstone.kernels.ops import OP_NAMES, load_ops
 from skipstone.registry import KERNELS
-from skipstone.serve import cli
-from skipstone.tools import doctor_report
-from skipstone.tools.op_cases import OP_CASES
-from skipstone.tools.op_inputs import SMALL, Load
-from skipstone.tools.op_run import Verdict, alone, examine, make_case, map_tensors, results
+from skipstone.tools.doctor.command import report as doctor_report
+from skipstone.tools.doctor.op_cases import OP_CASES
+from skipstone.tools.doctor.op_inputs import SMALL, Load
+from skipstone.tools.doctor.op_run import Verdict, alone, examine, make_case, map_tensors, results
 
 CPU = torch.device("cpu")
 
@@ -36,7 +36,7 @@ def replace_kernel(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[.
 
 
 def test_every_op_has_a_case() -> None:
-    assert set(OP_CASES) == set(OP_NAMES), "give each op a case in skipstone/tools/op_cases.py"
+    assert set(OP_CASES) == set(OP_NAMES), "give each op a case in skipstone/tools/doctor/op_cases.py"
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_the_interpreter_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_machine_without_torch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(sys.modules, "skipstone.tools.doctor_report", None)
+    monkeypatch.setitem(sys.modules, "skipstone.tools.doctor.report", None)
     assert cli.run(["doctor"]) == 2
     assert capsys.readouterr().err.startswith("error: torch cannot be imported")
 

@@ -26,9 +26,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from skipstone import LLM, SamplingParams
+from skipstone.cli import main as cli
 from skipstone.core.sequence_table import SlotRows
 from skipstone.errors import CheckpointError, ConfigError, SkipstoneError, UnsupportedError
-from skipstone.serve import cli
 from skipstone.spec.proposer import DraftStep
 
 TOLERANCE = 1e-4

@@ -18,9 +18,10 @@ import pytest
 from serving import LONG, Serving, serving, wait_for
 
 from skipstone import LLM, SamplingParams
+from skipstone.cli import main as cli
 from skipstone.errors import RequestError
-from skipstone.serve import cli, structured
-from skipstone.serve.structured import GrammarCompiler
+from skipstone.text import structured
+from skipstone.text.structured import GrammarCompiler
 
 DEMO = Path(__file__).resolve().parent.parent / "checkpoints" / "demo"
 pytestmark = pytest.mark.skipif(

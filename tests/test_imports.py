@@ -31,22 +31,26 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "models": (*BASE, "core", "kernels", "layers", "attention.backend"),
     "spec": (*BASE, "core", "kernels", "attention.backend", "models.base"),
     "runtime": (*BASE, "core", "kernels", "layers", "attention", "models", "spec"),
-    "serve.messages": BASE,
-    "serve.text": (*BASE, "core", "serve.messages"),
-    "serve.text_stream": (*BASE, "core", "serve.text"),
-    "serve.grammar_trial": (),
-    "serve.structured": (*BASE, "core", "serve.grammar_trial"),
-    "session": (*DATA, "kernels.reference.sampling", "runtime", "serve.text", "serve.text_stream"),
-    "llm": (*DATA, "attention", "models", "spec", "runtime", "serve.text", "session"),
-    "serve": (*DATA, "kernels.dispatch", "runtime", "models.base", "models.loader", "models.locate", "llm", "session"),
+    "text": (*BASE, "core"),
+    "session": (*DATA, "kernels.reference.sampling", "runtime", "text"),
+    "llm": (*DATA, "attention", "models", "spec", "runtime", "text", "session"),
+    "cli": (*DATA, "kernels.dispatch", "models", "runtime.k_table", "llm", "text", "server.config"),
+    "server": (*DATA, "kernels.dispatch", "runtime", "models.base", "llm", "session", "text", "cli.output"),
+    "cli.serve": (*DATA, "models.locate", "server"),
     # Programs about the kernels themselves.
     **dict.fromkeys(
-        ("tools.op_inputs", "tools.op_cases", "tools.op_run", "tools.kernel_run", "tools.kernel_peer"),
+        (
+            "tools.doctor.op_inputs",
+            "tools.doctor.op_cases",
+            "tools.doctor.op_run",
+            "tools.bench.kernel_run",
+            "tools.bench.kernel_peer",
+        ),
         (*DATA, "kernels"),
     ),
-    "tools.doctor_report": (*DATA, "kernels", "attention.msa_aiter", "runtime"),
-    "tools.decode_floor": (*DATA, "kernels.ops", "layers.feed_forward", "runtime"),
-    "tools.heads": (*DATA, "kernels.dispatch", "models", "runtime"),
+    "tools.doctor.report": (*DATA, "kernels", "attention.msa_aiter", "runtime"),
+    "tools.bench.decode_floor": (*DATA, "kernels.ops", "layers.feed_forward", "runtime"),
+    "tools.inspect.heads": (*DATA, "kernels.dispatch", "models", "runtime"),
     "tools": (
         *DATA,
         "kernels.dispatch",
@@ -59,10 +63,12 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "spec.proposer",
         "llm",
         "session",
-        "serve",
+        "text",
+        "cli",
+        "server",
     ),
     "__init__": ("config", "core.request", "llm"),
-    "__main__": ("serve.cli",),
+    "__main__": ("cli.main",),
 }
 # Packages for accelerators: their absence must not matter anywhere else.
 ACCELERATOR_PACKAGES = ("triton", "aiter", "flashinfer", "deep_gemm", "flash_mla")
@@ -128,10 +134,7 @@ def _judge(module: str, rule: str, own: str, name: str, package: str) -> str | N
     target = name.removeprefix(package).lstrip(".") or "__init__"
     if target == "__init__":
         return f"{module} imports the package itself; import the module that is meant"
-    # Text and grammars are below the rest of serve: they may not look up at their own package.
-    below = ("serve.text", "serve.text_stream", "serve.structured", "serve.grammar_trial")
-    itself = (rule if rule in below else own, rule)
-    if any(within(target, allowed) for allowed in (*ALLOWED[rule], *itself)):
+    if any(within(target, allowed) for allowed in (*ALLOWED[rule], own, rule)):
         return None
     return f"{module} may not import {target}"
 
@@ -181,7 +184,7 @@ BROKEN = {
     "core/batch.py": "from skipstone.kernels.reference import gemm",
     "core/plan.py": "def f():\n    import skipstone.runtime.engine",
     "core/request.py": "from ..models import base",
-    "kernels/gemm.py": "if TYPE_CHECKING:\n    from skipstone.layers.linear import Linear",
+    "kernels/gpu/gemm.py": "if TYPE_CHECKING:\n    from skipstone.layers.linear import Linear",
     "layers/linear.py": "from skipstone.attention.backend import Backends",
     "attention/dense.py": "import skipstone.layers.linear",
     "attention/msa.py": "import triton",
@@ -189,10 +192,10 @@ BROKEN = {
     "models/base.py": "from skipstone.attention import dense",
     "spec/mtp.py": "from skipstone.models.minimax_m3 import MiniMaxM3",
     "runtime/engine.py": "from skipstone.llm import LLM",
-    "runtime/runner.py": "import importlib\nimportlib.import_module('skipstone.serve')",
-    "serve/text.py": "from skipstone.serve.cli import run",
-    "serve/api.py": "from skipstone.models.deepseek_v32 import DeepseekV32",
-    "tools/check.py": "from skipstone.kernels.reference.gemm import linear",
+    "runtime/runner.py": "import importlib\nimportlib.import_module('skipstone.server')",
+    "text/tokenizer.py": "from skipstone.cli.main import run",
+    "server/api/app.py": "from skipstone.models.deepseek_v32 import DeepseekV32",
+    "tools/check/command.py": "from skipstone.kernels.reference.gemm import linear",
     "config.py": "from skipstone.registry import MODELS",
     "errors.py": "from . import config",
     "novelty.py": "import os",
@@ -204,8 +207,8 @@ SOUND = {
     "attention/msa_aiter.py": "import aiter\nfrom .backend import AttentionBackend",
     "models/base.py": "from skipstone.attention.backend import Backends\nfrom skipstone.attention import backend",
     "runtime/engine.py": "from skipstone.spec.mtp import Mtp\nfrom skipstone.attention.dense import DenseBackend",
-    "serve/cli.py": "def f():\n    from skipstone.llm import LLM",
-    "llm.py": "from skipstone.serve.text import Tokenizer",
+    "cli/main.py": "def f():\n    from skipstone.llm import LLM",
+    "llm.py": "from skipstone.text.tokenizer import Tokenizer",
     "registry.py": "import importlib\nimportlib.import_module('skipstone.models')",
 }
 

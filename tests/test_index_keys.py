@@ -22,8 +22,8 @@ from skipstone.errors import UnsupportedError
 from skipstone.kernels.reference.fp8 import FP8, quantise, widen
 from skipstone.models.deepseek_v32 import DeepseekV32, read_deepseek_v32
 from skipstone.registry import KERNELS
-from skipstone.tools.checkpoint import examine
-from skipstone.tools.inspect import render
+from skipstone.tools.inspect.checkpoint import examine
+from skipstone.tools.inspect.command import render
 
 CPU = torch.device("cpu")
 Folder = Callable[[str], Path]

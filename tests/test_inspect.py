@@ -19,12 +19,12 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from skipstone import LLM
+from skipstone.cli import main as cli
 from skipstone.errors import CheckpointError
 from skipstone.models.loader import read_model_info
-from skipstone.serve import cli
-from skipstone.tools.checkpoint import PARTS, CheckpointReport, examine
-from skipstone.tools.headers import read_header
-from skipstone.tools.inspect import render
+from skipstone.tools.inspect.checkpoint import PARTS, CheckpointReport, examine
+from skipstone.tools.inspect.command import render
+from skipstone.tools.inspect.headers import read_header
 
 NAMES = ["m3", "m3_flat", "m3_mixed", "dsa"]
 

@@ -24,7 +24,7 @@ from skipstone.kernels.reference.gemm import cpu_threads
 from skipstone.kernels.reference.norm_rope import HeadStore
 from skipstone.kernels.reference.pointwise import GatedActivation
 from skipstone.registry import KERNELS
-from skipstone.tools.op_run import examine
+from skipstone.tools.doctor.op_run import examine
 
 pytest.importorskip("numba")
 pytestmark = [

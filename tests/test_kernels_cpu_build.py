@@ -26,7 +26,7 @@ from skipstone.kernels.ops import OP_NAMES, load_ops
 from skipstone.kernels.reference import gemm as reference
 from skipstone.kernels.reference.pointwise import GatedActivation
 from skipstone.registry import KERNELS
-from skipstone.tools.compare import NEAR_TIE, Comparer, Reference
+from skipstone.tools.check.compare import NEAR_TIE, Comparer, Reference
 from skipstone.tools.workload import choose_prompts, run_jobs
 
 numba = pytest.importorskip("numba")

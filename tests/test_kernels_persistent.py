@@ -10,7 +10,7 @@ triton = pytest.importorskip("triton")
 from oracles.kernels import DEVICE  # noqa: E402
 
 from skipstone.core.batch import Span  # noqa: E402
-from skipstone.kernels import (  # noqa: E402
+from skipstone.kernels.gpu import (  # noqa: E402
     dense_attn,
     gemm,
     gemm_persistent,
@@ -19,7 +19,7 @@ from skipstone.kernels import (  # noqa: E402
     sparse_gqa,
     sparse_gqa_chunk,
 )
-from skipstone.kernels.descriptors import Tiles, describable  # noqa: E402
+from skipstone.kernels.gpu.descriptors import Tiles, describable  # noqa: E402
 from skipstone.kernels.reference import moe as reference  # noqa: E402
 from skipstone.kernels.reference.pointwise import GatedActivation  # noqa: E402
 

@@ -17,7 +17,7 @@ from skipstone.core.request import Request
 from skipstone.core.sequence_table import TABLE
 from skipstone.errors import ConfigError
 from skipstone.kernels.reference.decode import Accepted
-from skipstone.serve.online_check import OnlineCheck
+from skipstone.server.online_check import OnlineCheck
 from skipstone.session import Session
 from skipstone.spec.verify import Verifier
 

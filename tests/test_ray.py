@@ -29,8 +29,8 @@ DEMO = ROOT / "checkpoints" / "demo"
 ray = pytest.importorskip("ray", reason="the extra ray is not installed")
 from ray.exceptions import RayError  # noqa: E402
 
-from skipstone.serve.api_decode import MOST_VALUES  # noqa: E402
-from skipstone.serve.ray_front import ATTEMPTS, Front, Work, _prompt, merge_pages  # noqa: E402
+from skipstone.server.api.decode import MOST_VALUES  # noqa: E402
+from skipstone.server.ray.front import ATTEMPTS, Front, Work, _prompt, merge_pages  # noqa: E402
 
 START = {"type": "http.response.start", "status": 200, "headers": [(b"x-request-id", b"r"), (b"a", b"b")]}
 Script = list[Any]  # messages; an exception is raised in its place

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from skipstone.serve import cli
+from skipstone.cli import main as cli
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "README.md").read_text()

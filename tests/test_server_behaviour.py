@@ -25,12 +25,13 @@ import pytest
 from serving import LONG, Serving, serving, wait_for
 
 from skipstone import LLM, SamplingParams
+from skipstone.cli.main import load_command
+from skipstone.cli.options import Parser, resolve
+from skipstone.cli.serve import listen
 from skipstone.errors import ConfigError, RequestError
-from skipstone.serve import engine_thread, generation, server_log
-from skipstone.serve.cli import load_command
-from skipstone.serve.cli_options import Parser, resolve
-from skipstone.serve.cli_serve import listen
-from skipstone.serve.server_config import ServerConfig
+from skipstone.server import engine_thread, generation
+from skipstone.server import log as server_log
+from skipstone.server.config import ServerConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "checkpoints" / "demo"

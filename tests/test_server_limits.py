@@ -22,11 +22,11 @@ import httpx
 import pytest
 from serving import Serving, serving, wait_for
 
-from skipstone.serve import http_connection
-from skipstone.serve.api_decode import num_values
-from skipstone.serve.api_errors import SLOWEST
-from skipstone.serve.http_connection import LONGEST_HEAD, room_for_connections
-from skipstone.serve.service import MOST_BODIES
+from skipstone.server import http_connection
+from skipstone.server.api.decode import num_values
+from skipstone.server.api.errors import SLOWEST
+from skipstone.server.http_connection import LONGEST_HEAD, room_for_connections
+from skipstone.server.service import MOST_BODIES
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "checkpoints" / "demo"

@@ -10,8 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving import Serving, serving, wait_for
 
 from skipstone.core.speculation import SpeculationStats
-from skipstone.serve.acceptance import FEWEST_STEPS, AcceptanceWatch
-from skipstone.serve.metrics import METRICS, OWN_PREFIX, Metric
+from skipstone.server.acceptance import FEWEST_STEPS, AcceptanceWatch
+from skipstone.server.metrics import METRICS, OWN_PREFIX, Metric
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "docs" / "metrics.md"

@@ -16,7 +16,7 @@ from serving import LONG, Serving, serving, wait_for
 
 from skipstone import LLM, SamplingParams
 from skipstone.core.request import FinishReason
-from skipstone.tools.trace_run import Tracer
+from skipstone.tools.trace.run import Tracer
 
 DEMO = Path(__file__).resolve().parent.parent / "checkpoints" / "demo"
 pytestmark = pytest.mark.skipif(

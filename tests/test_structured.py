@@ -40,7 +40,7 @@ from skipstone.core.speculation import SpeculationStats
 from skipstone.errors import RequestError, SkipstoneError, UnsupportedError
 from skipstone.models.locate import heads_beside, locate, shipped_prompts
 from skipstone.runtime.scheduler import SchedulerStats
-from skipstone.serve.structured import GrammarCompiler, Made, TokenGrammar
+from skipstone.text.structured import GrammarCompiler, Made, TokenGrammar
 
 K = 4
 PROMPT = tokens(20, 2)
@@ -647,7 +647,7 @@ class TestState:
 
 @cache
 def demo_compiler() -> tuple[GrammarCompiler, Callable[[str], list[int]]]:
-    from skipstone.serve.text import Tokenizer
+    from skipstone.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer(locate("demo"))
     compiler = GrammarCompiler(locate("demo"), 6144, frozenset([2, 6]))

@@ -22,12 +22,12 @@ from oracles.tiny_heads import with_mtp, write_head
 
 from skipstone import LLM, SamplingParams
 from skipstone.attention.backend import check_groups
+from skipstone.cli import main as cli
 from skipstone.config import EngineConfig, options_of
 from skipstone.core.kv_cache import CacheSpec
 from skipstone.errors import SkipstoneError
 from skipstone.kernels.dispatch import choose_ops
 from skipstone.registry import ATTENTION, PROPOSERS
-from skipstone.serve import cli
 from skipstone.spec_config import LARGEST_K
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "support.md"

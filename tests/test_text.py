@@ -18,8 +18,8 @@ from tokenizers import Tokenizer as Backend
 
 from skipstone.core.request import SamplingParams
 from skipstone.errors import CheckpointError, RequestError
-from skipstone.serve.text import MANY_TOKENS, Tokenizer
-from skipstone.serve.text_stream import TextStream
+from skipstone.text.stream import TextStream
+from skipstone.text.tokenizer import MANY_TOKENS, Tokenizer
 
 CORPUS = ["the stone skips over the water, the water keeps the stone", "你好 世界 👋🏽 zażółć", "def f(x): return x"]
 TEMPLATE = (

@@ -13,8 +13,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from skipstone.core.request import SamplingParams
-from skipstone.serve.text import Tokenizer
-from skipstone.serve.text_stream import Detokenizer, TextStream
+from skipstone.text.stream import Detokenizer, TextStream
+from skipstone.text.tokenizer import Tokenizer
 
 
 def metaspace_backend() -> Backend:

@@ -19,11 +19,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skipstone.errors import RequestError
-from skipstone.serve.api_tools import FORMATS
-from skipstone.serve.messages import plain_messages
-from skipstone.serve.text import Tokenizer
-from skipstone.serve.tool_grammars import GrammarText, dsml_calls, json_calls, minimax_calls
-from skipstone.serve.tool_readers import DSML, MINIMAX, Call, DsmlReader, JsonReader, MinimaxReader, Reader, Text
+from skipstone.server.api.tools import FORMATS
+from skipstone.text.messages import plain_messages
+from skipstone.text.tokenizer import Tokenizer
+from skipstone.text.tool_grammars import GrammarText, dsml_calls, json_calls, minimax_calls
+from skipstone.text.tool_readers import DSML, MINIMAX, Call, DsmlReader, JsonReader, MinimaxReader, Reader, Text
 
 TOKENIZER = Path(__file__).resolve().parent.parent / "checkpoints" / "demo" / "tokenizer.json"
 MARK = "<|tool_call|>"

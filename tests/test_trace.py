@@ -10,13 +10,13 @@ import pytest
 from oracles.tiny import Tiny, write_folder
 from oracles.tiny_heads import with_mtp
 
+from skipstone.cli import main as cli
+from skipstone.cli.options import Settings
+from skipstone.cli.prompts import Prompt
 from skipstone.config import make_config
 from skipstone.core.request import SamplingParams
-from skipstone.serve import cli
-from skipstone.serve.cli_options import Settings
-from skipstone.serve.cli_prompts import Prompt
-from skipstone.tools.trace_report import summary
-from skipstone.tools.trace_run import PROMPT, TracedToken, TraceReport, trace
+from skipstone.tools.trace.report import summary
+from skipstone.tools.trace.run import PROMPT, TracedToken, TraceReport, trace
 
 PROMPT_IDS = [(11 * i + i * i) % 120 for i in range(90)]  # far more than a sparse layer may read
 

@@ -17,18 +17,19 @@ from oracles.tiny import Tiny, write_folder
 from oracles.tiny_heads import with_mtp
 
 from skipstone import LLM
+from skipstone.cli import main as cli
 from skipstone.config import make_config
 from skipstone.core.plan import StepPlan
 from skipstone.errors import ConfigError, install_hint
 from skipstone.runtime.runner import ModelRunner, StepHandle
-from skipstone.serve import cli
 from skipstone.spec.hidden_state import HiddenStateProposer
-from skipstone.tools import measure, tune_run, workload
-from skipstone.tools.planner import OFF, Acceptance, Costs, Grid, best, k_ranges, predict
+from skipstone.tools import workload
 from skipstone.tools.progress import announce
-from skipstone.tools.tune import TuneOptions
-from skipstone.tools.tune_report import draw, plot
-from skipstone.tools.tune_run import plan, tune
+from skipstone.tools.tune.command import TuneOptions, measure
+from skipstone.tools.tune.command import run as tune_run
+from skipstone.tools.tune.planner import OFF, Acceptance, Costs, Grid, best, k_ranges, predict
+from skipstone.tools.tune.report import draw, plot
+from skipstone.tools.tune.run import plan, tune
 
 KS, BATCHES, CONTEXTS = [0, 1, 3, 7], [1, 4, 16], [100, 1000]
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
-from skipstone.serve.cli_output import note
+from skipstone.cli.output import note
 
 WIDTH_ELSEWHERE = 160
 

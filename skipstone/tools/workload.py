@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from skipstone.cli.generate import encoded
+from skipstone.cli.prompts import Prompt, read_file
 from skipstone.config import EngineConfig
 from skipstone.core.observer import Observer
 from skipstone.core.request import SamplingParams
@@ -20,8 +22,6 @@ from skipstone.models.loader import ModelInfo
 from skipstone.models.locate import shipped_prompts
 from skipstone.outputs import RequestOutput
 from skipstone.runtime.available import candidates
-from skipstone.serve.cli_generate import encoded
-from skipstone.serve.cli_prompts import Prompt, read_file
 
 Job = tuple[Prompt, SamplingParams]
 FEW = 5  # tokens from which an estimate is made

@@ -98,7 +98,7 @@ class Kernel:
 
     def op(self) -> Callable[..., Any]:
         if self.name == "decode_page_table":
-            from skipstone.kernels.block_table import decode_page_table
+            from skipstone.kernels.gpu.block_table import decode_page_table
 
             return decode_page_table
         return KERNELS.load(f"{self.name}/{self.by}")

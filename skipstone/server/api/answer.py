@@ -1,0 +1,147 @@
+"""Runs a job for a client: at once or as a stream of events, given up when the client leaves or time is over."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from skipstone.errors import SkipstoneError
+from skipstone.server.api.errors import ApiError, ClientLeft, from_engine, timed_out
+from skipstone.server.api.writers import Writer
+from skipstone.server.generation import Delta, Generation, Job, Timing
+from skipstone.server.service import Service
+
+JSON = (b"content-type", b"application/json")
+EVENTS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # proxies shall pass events on at once
+]
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": waiting\n\n"  # clients pass over it; proxies see that the connection is alive
+
+
+class Answer:
+    """An ASGI application that answers one request. Errors before the first byte are raised, later ones are events."""
+
+    def __init__(self, service: Service, job: Job, writer: Callable[[Timing], Writer], closing: bool) -> None:
+        """`closing`: whether a stream ends with the token counts."""
+        self._service = service
+        self._job = job
+        self._make_writer = writer
+        self._closing = closing
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Do the work."""
+        generation = self._service.engine.submit(self._job)
+        writer = self._make_writer(generation.timing)
+        try:
+            with _watched(generation, receive, self._service.config.request_timeout):
+                if self._job.stream:
+                    await self._stream(generation, writer, send)
+                else:
+                    await self._whole(generation, writer, send)
+        except ClientLeft:
+            scope["log"]["finish"] = "client left"
+        finally:
+            generation.close()
+            _note(scope["log"], writer)
+
+    async def _whole(self, generation: Generation, writer: Writer, send: Send) -> None:
+        deltas: list[Delta] = []
+        async for ready in _translated(generation):
+            deltas += ready
+        body = msgspec.json.encode(writer.whole(deltas))
+        headers = [JSON, (b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    async def _stream(self, generation: Generation, writer: Writer, send: Send) -> None:
+        begun = False
+        try:
+            async for ready in _translated(generation, self._service.config.keep_alive):
+                events = b"".join([_event(writer.event(delta)) for delta in ready]) or KEEP_ALIVE
+                if not begun:
+                    await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
+                    begun = True
+                await send({"type": "http.response.body", "body": events, "more_body": True})
+        except ApiError as error:
+            if not begun:
+                raise
+            await send({"type": "http.response.body", "body": b"data: " + error.encode() + b"\n\n"})
+            return
+        end = (_event(writer.closing()) if self._closing else b"") + DONE
+        await send({"type": "http.response.body", "body": end})
+
+
+class Feed:
+    """An ASGI application: an event every so many seconds, until the client leaves or the server ends."""
+
+    def __init__(self, make: Callable[[], msgspec.Struct], seconds: float) -> None:
+        self._make = make
+        self._seconds = seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send events."""
+        await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
+        leaving = asyncio.create_task(_left(receive))
+        try:
+            while not leaving.done() and not scope["app"].service.draining:
+                await send({"type": "http.response.body", "body": _event(self._make()), "more_body": True})
+                await asyncio.wait([leaving], timeout=self._seconds)
+            if not leaving.done():
+                await send({"type": "http.response.body", "body": DONE})
+        finally:
+            leaving.cancel()
+
+
+async def _left(receive: Receive) -> None:
+    """Returns when the client leaves."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _event(struct: msgspec.Struct) -> bytes:
+    return b"data: " + msgspec.json.encode(struct) + b"\n\n"
+
+
+async def _translated(generation: Generation, patience: float | None = None) -> AsyncIterator[list[Delta]]:
+    """The generation's deltas, with the engine's errors as the API words them."""
+    try:
+        async for ready in generation.ready(patience):
+            yield ready
+    except SkipstoneError as error:
+        raise from_engine(error, generation.job.names) from None
+
+
+@contextlib.contextmanager
+def _watched(generation: Generation, receive: Receive, timeout: float | None) -> Any:
+    """Fail the generation when the client leaves or time is over."""
+    watch = asyncio.create_task(_wait_for_leave(generation, receive))
+    timer = None
+    if timeout is not None:
+        timer = generation.loop.call_later(timeout, lambda: generation.fail(timed_out(timeout)))
+    try:
+        yield
+    finally:
+        watch.cancel()
+        if timer is not None:
+            timer.cancel()
+
+
+async def _wait_for_leave(generation: Generation, receive: Receive) -> None:
+    await _left(receive)
+    generation.fail(ClientLeft())
+
+
+def _note(log: dict[str, Any], writer: Writer) -> None:
+    """For the line in the log."""
+    totals = writer.totals
+    log["prompt_tokens"], log["completion_tokens"] = totals.prompt_tokens, totals.completion_tokens
+    if totals.finish_reasons:
+        log.setdefault("finish", "+".join(sorted(set(totals.finish_reasons))))

@@ -1,0 +1,248 @@
+"""From a request struct to a job for the engine: sampling parameters, limits, speculation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from skipstone.core.request import SamplingParams
+from skipstone.errors import SkipstoneError
+from skipstone.server.api.errors import ApiError, bad_request, from_engine
+from skipstone.server.api.requests import ChatRequest, CompletionRequest, Content, Sampling, TemplateRequest
+from skipstone.server.api.structured import Constraint, constraint
+from skipstone.server.api.tools import ToolUse
+from skipstone.server.generation import Job
+from skipstone.server.service import Service, plain_messages
+
+COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; the engine ends a text where the context does
+API_NAMES = {name: name for name in SamplingParams.__struct_fields__} | {"num_speculative_tokens": "speculation.k"}
+
+
+def completion_job(service: Service, body: CompletionRequest, request_id: str) -> Job:
+    """The job of a /v1/completions body. Raises ApiError."""
+    prompts = _read_prompts(service, body)
+    wanted: dict[str, Any] = {"logprobs": body.logprobs}
+    if body.echo and body.logprobs is not None:
+        wanted["prompt_logprobs"] = body.logprobs
+    asked = constraint(body)
+    return _job(service, body, request_id, prompts, body.max_tokens, COMPLETION_TOKENS, wanted, asked)
+
+
+def chat_job(service: Service, body: ChatRequest, tools: ToolUse | None, request_id: str) -> Job:
+    """The job of a /v1/chat/completions body. Raises ApiError."""
+    if body.top_logprobs is not None and not body.logprobs:
+        raise bad_request("top_logprobs needs logprobs=true", "top_logprobs")
+    limits = {limit for limit in (body.max_tokens, body.max_completion_tokens) if limit is not None}
+    if len(limits) == 2:
+        raise bad_request("max_tokens and max_completion_tokens differ; send one of them", "max_completion_tokens")
+    try:
+        messages = plain_messages(body.messages)
+        prompt = service.tokenizer.encode_chat(messages, *template_options(body, tools))
+    except SkipstoneError as error:
+        raise template_error(error, service) from None
+    wanted: dict[str, Any] = {"logprobs": (body.top_logprobs or 0) if body.logprobs else None}
+    asked = constraint(body)
+    whole = asked.path if asked else "tool_choice" if tools and tools.must_call else None
+    if whole:
+        _check_constraint(service, body, prompt, whole)
+    if tools is not None:
+        asked = tools.constraint(asked)
+        if tools.special_marks:
+            if body.skip_special_tokens:
+                raise bad_request(
+                    f"skip_special_tokens=true would hide {tools.special_marks[0]}, by which calls are recognised; "
+                    "leave it out, or send tool_choice='none'",
+                    "skip_special_tokens",
+                )
+            wanted["skip_special_tokens"] = False
+    return _job(service, body, request_id, [prompt], limits.pop() if limits else None, None, wanted, asked)
+
+
+def _check_constraint(service: Service, body: ChatRequest, prompt: list[int], path: str) -> None:
+    """Raise ApiError when what comes next is thought, and so no answer."""
+    begun = _text(body.messages[-1].content or "") if body.continue_final_message else ""
+    if begun.rfind("<think>") > begun.rfind("</think>"):
+        raise bad_request(f"{path} says what the whole answer is, but the last message ends within a thought", path)
+    try:
+        service.tokenizer.check_constraint(prompt, path)
+    except SkipstoneError as error:
+        raise bad_request(str(error), path) from None
+
+
+def template_options(body: ChatRequest | TemplateRequest, tools: ToolUse | None) -> tuple[Any, ...]:
+    """What Tokenizer.render_chat takes beside the messages. Raises ApiError."""
+    if body.continue_final_message and body.add_generation_prompt:
+        message = "continue_final_message and add_generation_prompt contradict each other; keep one of them"
+        raise bad_request(message, "continue_final_message")
+    return (
+        body.add_generation_prompt is not False,
+        tools.prompt_tools if tools else None,
+        bool(body.continue_final_message),
+        body.chat_template_kwargs,
+    )
+
+
+def template_error(error: SkipstoneError, service: Service) -> ApiError:
+    """A conversation that the template refuses, without where the model lies on the server's disk."""
+    text = str(error)
+    param = "chat_template_kwargs" if text.startswith("chat_template_kwargs") else "messages"
+    if "has no chat template" in text:
+        return bad_request(text.replace(str(service.llm.folder), service.name), param, "missing_chat_template")
+    return text_error(text.replace(str(service.llm.folder), service.name), param)
+
+
+def text_error(text: str, param: str) -> ApiError:
+    """Text that cannot be encoded; `text`: what the tokenizer says of it."""
+    return bad_request(text, param, "context_length_exceeded" if "the context holds" in text else "invalid_value")
+
+
+def _job(
+    service: Service,
+    body: Sampling,
+    request_id: str,
+    prompts: list[list[int]],
+    max_tokens: int | None,
+    default_max_tokens: int | None,
+    wanted: dict[str, Any],
+    asked: Constraint | None,
+) -> Job:
+    service.check_model(body.model)
+    if body.stream_options is not None and not body.stream:
+        raise bad_request("stream_options needs stream=true", "stream_options")
+    _check_lengths(service, prompts, max_tokens, "messages" if isinstance(body, ChatRequest) else "prompt")
+    wanted = wanted | {"max_tokens": default_max_tokens if max_tokens is None else max_tokens}
+    names = API_NAMES | (asked.names if asked else {})
+    params = _params(service, body, wanted, asked, names)
+    return Job(
+        request_id=request_id,
+        prompts=prompts,
+        params=params,
+        prediction=_prediction(service, body),
+        cache_salt=body.cache_salt or "",
+        stream=bool(body.stream),
+        origins=bool(body.return_token_origins),
+        names=names,
+    )
+
+
+async def make_grammar(service: Service, job: Job) -> None:
+    """Have the job hold its grammar. Raises ApiError when that cannot be used; it may take seconds to know."""
+    try:
+        job.grammar = await service.make_grammar(job.params)
+    except SkipstoneError as error:
+        raise from_engine(error, job.names) from None
+
+
+def _params(
+    service: Service,
+    body: Sampling,
+    wanted: dict[str, Any],
+    asked: Constraint | None,
+    names: dict[str, str],
+) -> SamplingParams:
+    values: dict[str, Any] = dict(service.llm.default_params)
+    for name in SamplingParams.__struct_fields__:
+        if (value := getattr(body, name, None)) is not None:
+            values[name] = value
+    values |= wanted
+    if asked is not None:
+        values[asked.field] = asked.value
+    if body.logit_bias is not None:
+        values["logit_bias"] = {_token_id(text): bias for text, bias in body.logit_bias.items()}
+        if len(values["logit_bias"]) < len(body.logit_bias):
+            raise bad_request("logit_bias names a token twice, such as by 5 and 05; keep one of them", "logit_bias")
+    values["num_speculative_tokens"] = _drafts(service, body)
+    params = SamplingParams(**values)
+    try:
+        params.validate(service.llm.engine.vocab_size)
+    except SkipstoneError as error:
+        raise from_engine(error, names) from None
+    if params.stop_strings and service.llm.tokenizer is None:
+        raise bad_request("stop needs a tokenizer.json, which this model has not; use stop_token_ids", "stop")
+    return params
+
+
+def _token_id(text: str) -> int:
+    if not text.isascii() or not text.isdigit():
+        raise bad_request(f'logit_bias has the key {text!r:.40}; keys are token ids, such as "17"', "logit_bias")
+    return int(text[:20])
+
+
+def _drafts(service: Service, body: Sampling) -> int | None:
+    """Drafts per step that the request asks for; None: the server's usual."""
+    asked = body.speculation
+    if asked is None:
+        return None
+    if asked.proposer is not None and asked.proposer != service.proposer:
+        raise bad_request(
+            f"speculation.proposer={asked.proposer!r:.60} is not this server's, which is {service.proposer!r}; leave "
+            "it out, or start a server with it",
+            "speculation.proposer",
+        )
+    most = service.llm.engine.speculation.k
+    if asked.k is not None and asked.k > most:
+        raise bad_request(
+            f"speculation.k={asked.k} is more than this server's {most} (proposer {service.proposer!r}); start it with "
+            "a larger k in --spec",
+            "speculation.k",
+        )
+    return asked.k
+
+
+def _prediction(service: Service, body: Sampling) -> list[int]:
+    """Token ids of the predicted answer."""
+    if body.prediction is None:
+        return []
+    if service.proposer != "ngram":
+        raise bad_request(
+            f"prediction needs the proposer 'ngram', and this server's is {service.proposer!r}; leave prediction "
+            "out, or start the server with --spec ngram:4",
+            "prediction",
+            "unsupported_parameter",
+        )
+    try:
+        return service.tokenizer.encode(_text(body.prediction.content), add_special_tokens=False)
+    except SkipstoneError as error:
+        raise text_error(str(error), "prediction.content") from None
+
+
+def _text(content: Content) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+def _read_prompts(service: Service, body: CompletionRequest) -> list[list[int]]:
+    """Token ids of every prompt: text, ids, or a list of either."""
+    prompt = body.prompt
+    items: list[Any] = [prompt] if isinstance(prompt, str) or _all(prompt, int) else list(prompt)
+    if not items or not (_all(items, str) or _all(items, list)):
+        raise bad_request("prompt must be a text, a list of token ids, or a list of either, and not empty", "prompt")
+    if len(items) * (body.n or 1) > service.engine.capacity:
+        raise bad_request(
+            f"{len(items) * (body.n or 1)} texts are more than the {service.engine.capacity} that may be under way"
+        )
+    try:
+        prompts = [item if isinstance(item, list) else service.tokenizer.encode(item) for item in items]
+    except SkipstoneError as error:
+        raise text_error(str(error), "prompt") from None
+    highest = service.llm.engine.vocab_size - 1
+    for token_ids in prompts:
+        if not token_ids:
+            raise bad_request("the prompt is empty; it needs at least one token", "prompt")
+        if max(token_ids) > highest:
+            raise bad_request(f"prompt has the token id {max(token_ids)}, but ids go from 0 to {highest}", "prompt")
+    return prompts
+
+
+def _all(items: list[Any], kind: type) -> bool:
+    return bool(items) and all(isinstance(item, kind) for item in items)
+
+
+def _check_lengths(service: Service, prompts: list[list[int]], max_tokens: int | None, param: str) -> None:
+    """Raise ApiError when a prompt, or a prompt with what is asked for, is longer than the context."""
+    limit, longest = service.max_model_len, max(map(len, prompts))
+    if longest + (max_tokens or 1) <= limit:
+        return
+    asked = f" and {max_tokens} more are asked for" if max_tokens else ""
+    room = limit - longest
+    advice = f"max_tokens may be at most {room}" if room > 0 else "shorten it"
+    message = f"the prompt has {longest} tokens{asked}, but the context holds {limit}; {advice}"
+    raise ApiError(400, message, param=param, code="context_length_exceeded")

@@ -1,0 +1,52 @@
+"""What the server watches of the engine's steps: their times, and on request what the sparse layers chose to read."""
+
+from __future__ import annotations
+
+from skipstone.core.batch import PAD, Selection
+from skipstone.core.observer import EmittedRun
+from skipstone.core.request import Request
+from skipstone.server.generation import LayerRead
+from skipstone.server.metrics import PhaseClock
+
+
+class StepObserver(PhaseClock):
+    """Lives on the engine's thread. Looks at selections only while a request is traced."""
+
+    wants_phases = False  # steps that overlap are worth more than the times of their parts
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._traced: dict[str, list[LayerRead]] = {}
+        self._selections: dict[int, Selection] = {}  # of the running step
+
+    @property
+    def wants_runs(self) -> bool:  # type: ignore[override]
+        """Whether something is traced."""
+        return bool(self._traced)
+
+    def begin_trace(self, request: Request) -> None:
+        """Keep what is read for this request's next token."""
+        self._traced[request.request_id] = []
+
+    def end_trace(self, request: Request) -> list[LayerRead]:
+        """Stop it; returns what was kept."""
+        return self._traced.pop(request.request_id, [])
+
+    def on_selection(self, layer: int, selection: Selection) -> None:
+        """Keep it until the step's tokens are known."""
+        if self._traced:
+            self._selections[layer] = selection
+
+    def on_runs(self, runs: list[EmittedRun]) -> None:
+        """Attribute the selections to the rows behind the traced tokens."""
+        for run in runs:
+            if run.request.request_id in self._traced:
+                self._traced[run.request.request_id] = self._reads(run.rows[0])
+        self._selections = {}
+
+    def _reads(self, row: int) -> list[LayerRead]:
+        reads = []
+        for layer, selection in sorted(self._selections.items()):
+            chosen = [[unit for unit in group if unit != PAD] for group in selection.indices[row].tolist()]
+            reads.append(LayerRead(layer=layer, unit=selection.unit, selected=chosen))
+        return reads

@@ -1,0 +1,176 @@
+"""What `skipstone check` does: one engine without drafts, then one per proposer and k, each compared with the first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from skipstone.config import EngineConfig
+from skipstone.errors import ConfigError, SkipstoneError, UnsupportedError
+from skipstone.kernels.dispatch import choose_device, choose_dtype
+from skipstone.models.loader import read_model_info
+from skipstone.models.locate import locate
+from skipstone.outputs import RequestOutput
+from skipstone.text.tokenizer import Tokenizer
+from skipstone.tools.check.compare import Comparer, Comparison, Difference, Reference
+from skipstone.tools.progress import Progress, announce
+from skipstone.tools.workload import Job, choose_prompts, job, label, pace, proposer_specs, run_jobs, with_spec
+
+SEED = 1234
+
+
+class Cell(msgspec.Struct, kw_only=True):
+    """One proposer and number of drafts."""
+
+    proposer: str
+    spec: str
+    k: int
+    refused: str | None = None  # why this pair cannot run
+    comparison: Comparison | None = None
+    unwatched: int | None = None  # GPU: equal texts of a run that nothing watches, so its steps are graphs
+    acceptance_length: float | None = None
+    acceptance_rates: list[float] = []
+    steps: int = 0
+
+    @property
+    def differences(self) -> list[Difference]:
+        """The first of each text that differs."""
+        return self.comparison.differences if self.comparison else []
+
+
+class Text(msgspec.Struct, kw_only=True):
+    """One prompt at one temperature, as a difference names it."""
+
+    request_id: str
+    prompt: str
+    temperature: float
+
+
+class CheckReport(msgspec.Struct, kw_only=True):
+    """Everything that check found."""
+
+    model: str
+    exact: bool
+    dtype: str
+    max_tokens: int
+    texts: list[Text]
+    reference_rows: int
+    reference_steps: int
+    cells: list[Cell]
+    token_texts: dict[int, str] = {}  # of the tokens that differences name
+
+    @property
+    def ran(self) -> list[Comparison]:
+        """The comparisons that were made."""
+        return [cell.comparison for cell in self.cells if cell.comparison is not None]
+
+    @property
+    def equal(self) -> bool:
+        """Whether every text was the same, and in exact mode every logit."""
+        same = all(result.equal_texts == result.texts for result in self.ran)
+        same = same and all(cell.unwatched in (None, len(self.texts)) for cell in self.cells)
+        return same and (not self.exact or all(result.equal_rows == result.rows for result in self.ran))
+
+
+def check(
+    config: EngineConfig,
+    ks: Sequence[int],
+    proposers: str | None,
+    temperatures: Sequence[float],
+    file: str | None,
+    num_prompts: int,
+    max_tokens: int,
+) -> CheckReport:
+    """Run all of it, with a progress bar. Raises a SkipstoneError for bad options, or when nothing could run."""
+    folder = locate(config.model)
+    specs = proposer_specs(read_model_info(folder), proposers)
+    prompts = choose_prompts(file, num_prompts)
+    jobs: list[Job] = [
+        job(prompt, temperature, SEED + number, max_tokens)
+        for temperature in temperatures
+        for number, prompt in enumerate(prompts)
+    ]
+    pairs = [(spec, k) for spec in specs for k in ks if k > 0]
+    if not pairs:
+        raise ConfigError("there is nothing to compare; --k needs a number above 0, and --proposers a proposer")
+    on_gpu = choose_device(config.device).type != "cpu"
+    engines = (len(pairs) + 1) * (1 + on_gpu)
+    announce(engines * pace(config, jobs).total)
+    with Progress("checking", engines * len(jobs)) as bar:
+        bar.say("k = 0")
+        reference = Reference()
+        plain = run_jobs(with_spec(config, "off", 0), jobs, reference, bar.tick)
+        reference.close(plain.outputs)
+        cells = [_check_pair(config, spec, k, jobs, reference, bar) for spec, k in pairs]
+        if on_gpu:
+            cells.insert(0, Cell(proposer="none", spec="off", k=0))
+            for cell in cells:
+                bar.say(f"{cell.proposer}, k = {cell.k}, as graphs")
+                cell.unwatched = None if cell.refused else _equal_texts(config, cell, jobs, plain.outputs, bar)
+    if all(cell.refused for cell in cells if cell.k):
+        raise ConfigError(str(cells[0].refused))
+    texts = [
+        Text(request_id=output.request_id, prompt=prompt.name, temperature=params.temperature)
+        for output, (prompt, params) in zip(plain.outputs, jobs, strict=True)
+    ]
+    return CheckReport(
+        model=config.model,
+        exact=config.exact,
+        dtype=_dtype(config),
+        max_tokens=max_tokens,
+        texts=texts,
+        reference_rows=sum(map(len, reference.tokens.values())),
+        reference_steps=plain.steps,
+        cells=cells,
+        token_texts=_token_texts(config, [found for cell in cells for found in cell.differences]),
+    )
+
+
+def _check_pair(
+    config: EngineConfig, spec: str, k: int, jobs: Sequence[Job], reference: Reference, bar: Progress
+) -> Cell:
+    """One proposer and k; a pair that the engine refuses is reported, not run."""
+    bar.say(f"{label(spec)}, k = {k}")
+    comparer = Comparer(reference)
+    try:
+        done = run_jobs(with_spec(config, spec, k), jobs, comparer, bar.tick)
+    except (ConfigError, UnsupportedError) as error:
+        bar.tick(len(jobs))
+        return Cell(proposer=label(spec), spec=spec, k=k, refused=str(error))
+    stats = done.speculation
+    return Cell(
+        proposer=label(spec),
+        spec=spec,
+        k=k,
+        comparison=comparer.close(done.outputs, config.exact, _dtype(config)),
+        acceptance_length=stats.acceptance_length,
+        acceptance_rates=stats.acceptance_rates,
+        steps=done.steps,
+    )
+
+
+def _equal_texts(
+    config: EngineConfig, cell: Cell, jobs: Sequence[Job], expected: list[RequestOutput], bar: Progress
+) -> int:
+    """How many texts of an engine that nothing watches are the expected ones."""
+    done = run_jobs(with_spec(config, cell.spec, cell.k), jobs, None, bar.tick)
+    pairs = zip(done.outputs, expected, strict=True)
+    return sum(got.outputs[0].token_ids == wanted.outputs[0].token_ids for got, wanted in pairs)
+
+
+def _dtype(config: EngineConfig) -> str:
+    return str(choose_dtype(config.dtype, choose_device(config.device))).removeprefix("torch.")
+
+
+def _token_texts(config: EngineConfig, differences: Sequence[Difference]) -> dict[int, str]:
+    folder = locate(config.model)
+    if not differences or not (folder / "tokenizer.json").exists():
+        return {}
+    try:
+        tokenizer = Tokenizer(folder)
+    except SkipstoneError:
+        return {}
+    ids = {token for found in differences for token in (found.expected, found.got) if token is not None}
+    ids |= {token for found in differences for token, _ in (*found.expected_top, *found.got_top)}
+    return {token: tokenizer.token_text(token) for token in sorted(ids)}

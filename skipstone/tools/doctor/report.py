@@ -1,0 +1,155 @@
+"""Facts about the machine, and the self-test of every op in the way that "auto" would run it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import torch
+
+from skipstone.attention.msa_aiter import aiter_refusal
+from skipstone.kernels.dispatch import (
+    choose_device,
+    choose_ops,
+    free_memory_bytes,
+    list_ops,
+    numba_refusal,
+    triton_refusal,
+)
+from skipstone.kernels.ops import OP_NAMES, Implementation
+from skipstone.registry import KERNELS
+from skipstone.tools.doctor.op_run import Verdict, examine
+
+GB = 1e9
+
+
+class OpReport(msgspec.Struct):
+    """One op: what runs it here, and what its self-test found. Fields as in `op_run.Verdict`."""
+
+    op: str
+    implementation: Implementation
+    reason: str
+    error: float | None
+    same_alone: bool | None
+    failure: str | None
+
+
+class Report(msgspec.Struct):
+    """Everything that `doctor` says."""
+
+    facts: dict[str, str]
+    notes: list[str]
+    ops: list[OpReport]
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether no op is broken."""
+        return all(item.failure is None for item in self.ops)
+
+
+def report() -> Report:
+    """Examine this machine. Does not raise for broken kernels."""
+    started = time.perf_counter()
+    device = choose_device("auto")
+    interpreted = device.type == "cpu" and triton_refusal(device) is None
+    choices = {op: (implementation, reason) for op, implementation, reason in list_ops(device)}
+    if interpreted:
+        ops: Implementation = choose_ops(device, "triton").ops.implementation
+        choices = dict.fromkeys(OP_NAMES, (ops, "Triton's interpreter, as TRITON_INTERPRET=1 asks"))
+    verdicts = _examine_all(choices, device)
+    listed = [
+        OpReport(verdict.op, *choices[verdict.op], verdict.error, verdict.same_alone, verdict.failure)
+        for verdict in verdicts
+    ]
+    facts = dict(_facts(device)) | {"ops": "; ".join(dict.fromkeys(reason for _, reason in choices.values()))}
+    return Report(facts, list(_notes(device)), listed, time.perf_counter() - started)
+
+
+def _examine_all(choices: dict[str, tuple[Implementation, str]], device: torch.device) -> list[Verdict]:
+    if device.type == "cpu":
+        return [examine(op, implementation, torch.float32, device) for op, (implementation, _) in choices.items()]
+    for op, (implementation, _) in choices.items():  # threads had better not import one module at once
+        with suppress(Exception):  # `examine` meets it again, and says so
+            KERNELS.load(f"{op}/{implementation}")
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:  # most of the time goes into compiling
+        return list(pool.map(lambda op: examine(op, choices[op][0], _dtype(choices[op][0]), device), choices))
+
+
+def _dtype(implementation: Implementation) -> torch.dtype:
+    """What a model runs in on a GPU; plain torch samples from float32 only."""
+    return torch.bfloat16 if implementation == "triton" else torch.float32
+
+
+def _facts(device: torch.device) -> Iterator[tuple[str, str]]:
+    yield "skipstone", _version("skipstone")
+    yield "Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    yield "torch", f"{torch.__version__}, {_build()}"
+    yield "Triton", _version("triton") + (f"; not used: {refusal}" if (refusal := triton_refusal(device)) else "")
+    unused = numba_refusal(device, torch.float32)
+    yield "Numba", _version("numba") + (f"; not used: {unused}" if unused else "")
+    yield "processor", f"{_processor()}, {torch.get_num_threads()} threads of {os.cpu_count()}, {_memory()}"
+    count = torch.cuda.device_count()
+    for index in range(count):
+        properties = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        kind = properties.gcnArchName if torch.version.hip else f"sm_{properties.major}{properties.minor}"
+        size = f"{free / GB:.1f} of {total / GB:.1f} GB free, {properties.multi_processor_count} multiprocessors"
+        yield f"GPU {index}", f"{properties.name} ({kind}), {size}"
+    if not count:
+        yield "GPU", "none that torch sees"
+    elif driver := _driver():
+        yield "driver", driver
+    refusal = aiter_refusal(device)
+    yield "msa_aiter", f"not used: {refusal}" if refusal else "for sparse decode and verification, with --no-exact"
+
+
+def _notes(device: torch.device) -> Iterator[str]:
+    """What a user may want to change."""
+    if device.type == "cpu":
+        yield "row alone: equal bits need an order of sums or a padding, which exact mode measures per shape of product"
+        if triton_refusal(device) is None and _at_least(_version("numpy"), (2, 4)):
+            yield "Triton's interpreter cannot run loops with numpy 2.4 and above; pip install 'numpy<2.4'"
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _at_least(version: str, wanted: tuple[int, ...]) -> bool:
+    return tuple(int(part) for part in version.split(".")[: len(wanted)] if part.isdigit()) >= wanted
+
+
+def _build() -> str:
+    if torch.version.hip is not None:
+        return f"for ROCm {torch.version.hip}"
+    return f"for CUDA {torch.version.cuda}" if torch.version.cuda else "for CPUs"
+
+
+def _driver() -> str:
+    """The kernel's driver of the GPU; empty where Linux does not say."""
+    for path in ("/proc/driver/nvidia/version", "/sys/module/amdgpu/version"):
+        with suppress(OSError):
+            return " ".join(Path(path).read_text().splitlines()[0].split())
+    return ""
+
+
+def _processor() -> str:
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    return platform.processor() or "unknown"
+
+
+def _memory() -> str:
+    return f"{free_memory_bytes() / GB:.1f} GB of memory available"

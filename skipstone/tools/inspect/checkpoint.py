@@ -1,0 +1,278 @@
+"""What a checkpoint holds, compared with what its architecture needs: from headers and a model without memory.
+
+The model is built on torch's meta device, so that a checkpoint of any size is looked into in seconds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from skipstone.cli.options import Settings
+from skipstone.errors import CheckpointError, SkipstoneError
+from skipstone.kernels.dispatch import choose_device, choose_dtype, free_memory_bytes
+from skipstone.llm import GenerationConfig
+from skipstone.models.base import CausalLM, DraftHead
+from skipstone.models.loader import (
+    ModelInfo,
+    memory_refusal,
+    mtp_bytes,
+    read_model_info,
+    weight_bytes,
+    with_index_keys,
+)
+from skipstone.models.stored import Match, StoredTensor, StoredWeights, match_weights, open_weights
+from skipstone.registry import DRAFT_HEADS
+from skipstone.runtime.available import Candidate, candidates, count_mtp_modules
+from skipstone.text.tokenizer import BUILT_IN, Tokenizer
+from skipstone.tools.inspect.headers import read_header
+from skipstone.tools.inspect.heads import check_candidate
+
+# The first pattern that a name contains decides its part.
+PARTS = (
+    ("embedding", r"embed_tokens"),
+    ("head", r"lm_head"),
+    ("indexer", r"\.indexer\.|\.index_[qk]_"),
+    ("shared experts", r"shared_experts"),
+    ("experts", r"\.experts\.\d"),
+    ("router", r"\.gate\.|e_score_correction_bias"),
+    ("norms", r"norm\."),
+    ("attention", r"\.self_attn\."),
+    ("dense feed-forward", r"\.mlp\."),
+)
+LICENCES = ("LICENSE*", "LICENCE*", "NOTICE*", "COPYING*")
+
+
+class PartReport(msgspec.Struct, frozen=True):
+    """One part of the network: values and bytes on disk."""
+
+    part: str
+    tensors: int
+    parameters: int
+    num_bytes: int
+    loaded: bool
+
+
+class CacheGroupReport(msgspec.Struct, frozen=True):
+    """One cache group: its layers and what a token takes in all of them."""
+
+    group: str
+    backend: str
+    layers: int
+    bytes_per_token: int
+
+
+class CheckpointReport(msgspec.Struct, frozen=True):
+    """Everything `skipstone inspect` shows."""
+
+    folder: str
+    architecture: str
+    files: int
+    bytes_on_disk: int
+    stored_dtypes: dict[str, int]
+    layers: dict[str, int]
+    max_position_embeddings: int
+    vocab_size: int
+    sparse_budget: str | None
+    parts: list[PartReport]
+    run_dtype: str
+    index_keys: str
+    loaded_bytes: int
+    cache_groups: list[CacheGroupReport]
+    cache_bytes_per_token: int
+    free_bytes: int
+    tokens_that_fit: int
+    mtp_loaded_bytes: int
+    does_not_fit: str | None
+    format_refused: str | None
+    missing: list[str]
+    unexpected: list[str]
+    other_shape: list[str]
+    twins: list[str]
+    unread: list[str]
+    unusable: list[str]
+    declared_but_absent: list[str]
+    mtp_modules_declared: int
+    mtp_modules_present: int
+    mtp_cache_bytes_per_token: int
+    proposers: list[Candidate]
+    tokenizer: bool
+    chat_template: str | None
+    licences: list[str]
+
+    @property
+    def complete(self) -> bool:
+        """Whether every weight is there, in its shape, and nothing else, and the files beside them can be used."""
+        names = self.missing or self.unexpected or self.other_shape or self.twins
+        return not (self.format_refused or names or self.unusable)
+
+    @property
+    def loads(self) -> bool:
+        """Whether it is complete and fits into the memory that is free here, as with no options but these."""
+        return self.complete and self.does_not_fit is None
+
+
+def examine(folder: Path, dtype: str, index_keys: str = "model", device: str = "auto") -> CheckpointReport:
+    """Look into a checkpoint folder. `dtype`, `index_keys` and `device` as in EngineConfig.
+
+    Raises CheckpointError for absent, truncated or damaged files; ConfigError and UnsupportedError for config.json.
+    """
+    info = with_index_keys(read_model_info(folder), index_keys)
+    stored = _open(info)
+    tensors = stored.tensors.values()
+    place = choose_device(device)
+    run_dtype = choose_dtype(dtype, place)
+    present = count_mtp_modules(info, stored)
+    with torch.device("meta"):
+        model: CausalLM = info.model_class(info.config, run_dtype, True, 1)
+        mtp = _mtp_head(info, model, present, run_dtype, stored.tensors)
+    match = match_weights(model, stored)
+    matches = [match] if mtp is None else [match, match_weights(mtp, stored)]
+    groups = _cache_groups(model, run_dtype)
+    loaded, more = weight_bytes(model), mtp_bytes(match, run_dtype)
+    per_token, free = sum(group.bytes_per_token for group in groups), free_memory_bytes(place)
+    return CheckpointReport(
+        folder=str(folder),
+        architecture=info.architecture,
+        files=len(stored.files),
+        bytes_on_disk=sum(file.stat().st_size for file in stored.files),
+        stored_dtypes=dict(Counter(tensor.dtype for tensor in tensors).most_common()),
+        layers=_layers(model),
+        max_position_embeddings=info.config.max_position_embeddings,
+        vocab_size=info.config.vocab_size,
+        sparse_budget=info.config.sparse.text if any(group.backend != "dense" for group in groups) else None,
+        parts=_parts(match, stored.files),
+        run_dtype=str(run_dtype).removeprefix("torch."),
+        index_keys=index_keys,
+        loaded_bytes=loaded,
+        cache_groups=groups,
+        cache_bytes_per_token=per_token,
+        free_bytes=free,
+        tokens_that_fit=max(0, free - loaded) // per_token,
+        mtp_loaded_bytes=more,
+        does_not_fit=memory_refusal(loaded, more, run_dtype, free),
+        format_refused=next((one.refusal for one in matches if one.refusal), None),
+        missing=[name for one in matches for name in one.faults["missing"]],
+        unexpected=[name for one in matches for name in one.faults["unexpected"]],
+        other_shape=[text for one in matches for text in one.faults["with another shape"]],
+        twins=[text for one in matches for text in one.faults["for a slot that has one already"]],
+        unread=stored.unread,
+        unusable=_unusable(info),
+        declared_but_absent=_absent(info, present),
+        mtp_modules_declared=info.config.declared_mtp_modules,
+        mtp_modules_present=present,
+        mtp_cache_bytes_per_token=sum(spec.bytes_per_token(run_dtype) for spec in mtp.cache_specs()) if mtp else 0,
+        proposers=[check_candidate(candidate, info, model, matches[-1]) for candidate in candidates(info)],
+        tokenizer=(folder / "tokenizer.json").is_file(),
+        chat_template=_chat_template(info),
+        licences=sorted({path.name for pattern in LICENCES for path in folder.glob(pattern)}),
+    )
+
+
+def _open(info: ModelInfo) -> StoredWeights:
+    """Index and headers; what cannot be read is told more closely."""
+    try:
+        return open_weights(info.folder, info.raw)
+    except CheckpointError:
+        for file in sorted(info.folder.glob("*.safetensors")):
+            read_header(file)
+        raise
+
+
+def _parts(match: Match, files: list[Path]) -> list[PartReport]:
+    sizes = {tensor.name: tensor.num_bytes for file in files for tensor in read_header(file)}
+    labelled = [(_part(name), tensor, True) for name, tensor in match.loaded.items()]
+    labelled += [(reason, tensor, False) for reason, tensor in match.ignored]
+    known = [part for part, _ in PARTS]
+    order = [*known, *sorted({part for part, _, _ in labelled} - set(known))]
+    reports = []
+    for part in order:
+        for loaded in (True, False):
+            chosen = [tensor for label, tensor, kept in labelled if (label, kept) == (part, loaded)]
+            numel, size = sum(tensor.numel for tensor in chosen), sum(sizes[tensor.name] for tensor in chosen)
+            reports.append(PartReport(part, len(chosen), numel, size, loaded))
+    return [report for report in reports if report.tensors]
+
+
+def _part(name: str) -> str:
+    return next((part for part, pattern in PARTS if re.search(pattern, name)), "other")
+
+
+def _layers(model: CausalLM) -> dict[str, int]:
+    """Layers by kind of attention and by kind of feed-forward."""
+    attention = {spec.layer: spec.backend for spec in reversed(model.cache_specs())}  # a layer's first group attends
+    names = model.weight_slots()
+    experts = {found[1] for name in names if (found := re.search(r"layers\.(\d+)\..*experts\.", name))}
+    layers, sparse = len(attention), sum(backend != "dense" for backend in attention.values())
+    return {
+        "layers": layers,
+        "dense attention": layers - sparse,
+        "sparse attention": sparse,
+        "dense feed-forward": layers - len(experts),
+        "MoE feed-forward": len(experts),
+    }
+
+
+def _cache_groups(model: CausalLM, dtype: torch.dtype) -> list[CacheGroupReport]:
+    specs = model.cache_specs()
+    reports = []
+    for group, backend in dict.fromkeys((spec.group, spec.backend) for spec in specs):
+        members = [spec for spec in specs if (spec.group, spec.backend) == (group, backend)]
+        size = sum(spec.bytes_per_token(dtype) for spec in members)
+        reports.append(CacheGroupReport(group, backend, len(members), size))
+    return reports
+
+
+def _mtp_head(
+    info: ModelInfo, model: CausalLM, present: int, dtype: torch.dtype, names: dict[str, StoredTensor]
+) -> DraftHead | None:
+    """The MTP modules in the files."""
+    if not present:
+        return None
+    head: DraftHead = DRAFT_HEADS.load(info.architecture)(model, present, dtype, False, names)
+    return head
+
+
+def _absent(info: ModelInfo, present: int) -> list[str]:
+    """What config.json announces and the files do not hold."""
+    declared = info.config.declared_mtp_modules
+    return [] if present == declared else [f"config.json declares {declared} MTP modules, the files hold {present}"]
+
+
+def _unusable(info: ModelInfo) -> list[str]:
+    """What is wrong with the tokenizer's files and with generation_config.json, in the words of the engine."""
+    found = []
+    try:
+        if (info.folder / "tokenizer.json").exists():
+            Tokenizer(info.folder)
+    except SkipstoneError as error:
+        found.append(str(error))
+    try:
+        generation = GenerationConfig(info.folder)
+        generation.eos_token_ids(info)
+        Settings({}, {}).with_checkpoint(generation.sampling)
+    except SkipstoneError as error:
+        found.append(str(error))
+    return found
+
+
+def _chat_template(info: ModelInfo) -> str | None:
+    """Where the chat template comes from, as `Tokenizer.template_source` finds it."""
+    if (info.folder / "chat_template.jinja").is_file():
+        return "chat_template.jinja"
+    try:
+        config = msgspec.json.decode((info.folder / "tokenizer_config.json").read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError):
+        config = {}
+    source = config.get("chat_template")
+    if isinstance(source, list):
+        source = any(entry.get("name") == "default" for entry in source)
+    if source:
+        return "tokenizer_config.json"
+    kind = info.raw.get("model_type")
+    return f"built in for {kind}" if kind in BUILT_IN else None

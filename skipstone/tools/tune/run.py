@@ -1,0 +1,219 @@
+"""What `skipstone tune` does: costs of steps, acceptance of each proposer, predictions, and a check of some of them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+import msgspec
+
+from skipstone.config import EngineConfig
+from skipstone.errors import ConfigError
+from skipstone.kernels.dispatch import choose_device
+from skipstone.llm import LLM
+from skipstone.models.loader import read_model_info
+from skipstone.models.locate import locate
+from skipstone.runtime.engine import ROWS
+from skipstone.runtime.k_table import KTable
+from skipstone.tools.progress import Progress, announce
+from skipstone.tools.tune.command import DEFAULT_CONTEXTS, TuneOptions
+from skipstone.tools.tune.measure import (
+    STEPS_PER_CELL,
+    cut_texts,
+    measure_proposer,
+    measure_steps,
+    target_grid,
+    throughput,
+    with_dummies,
+    yardstick_k,
+)  # fmt: skip
+from skipstone.tools.tune.planner import OFF, Acceptance, Costs, Grid, Prediction, best, k_ranges, largest_k, predict
+from skipstone.tools.workload import Job, choose_prompts, encode_jobs, job, label, pace, proposer_specs, with_spec
+
+SEED = 99
+ROOM = 256  # tokens that measuring may add to a context
+
+
+class Validation(msgspec.Struct, kw_only=True):
+    """A predicted cell and what was measured.
+
+    `speed` is that of the machine during the run, from steps of known cost between those that count: 1 while costs were
+    taken. `error` of the prediction is relative to what would have been measured at speed 1.
+    """
+
+    predicted: Prediction
+    context: float
+    measured: float
+    speed: float
+    error: float
+
+
+class TuneReport(msgspec.Struct, kw_only=True):
+    """Everything that tune found."""
+
+    model: str
+    context: float
+    costs: Costs
+    acceptance: dict[str, Acceptance]
+    specs: dict[str, str]
+    predictions: list[Prediction]
+    table: KTable
+    validation: list[Validation] = []
+
+    def best_at(self, batch: int) -> Prediction:
+        """The fastest way to serve so many requests."""
+        return best([p for p in self.predictions if p.batch == batch])
+
+    @property
+    def median_error(self) -> float:
+        """Of the validated cells."""
+        return statistics.median(abs(cell.error) for cell in self.validation)
+
+
+def tune(config: EngineConfig, options: TuneOptions) -> TuneReport:
+    """Measure and predict, with a progress bar. Raises a SkipstoneError for options that do not fit the model."""
+    names = proposer_specs(read_model_info(locate(config.model)), options.proposers)
+    specs = {label(spec): spec for spec in names}
+    if len(specs) < len(set(names)):
+        raise ConfigError(f"--proposers {options.proposers}: one proposer with two folders; tune one of them at a time")
+    for proposer in options.rates:
+        if proposer not in specs:
+            raise ConfigError(f"--profile has rates of {proposer!r}, which is not measured; known: {', '.join(specs)}")
+    config = _roomy(config, options)
+    prompts = choose_prompts(options.prompts, options.num_prompts)
+    jobs = [job(prompt, options.temperature, SEED, options.max_tokens) for prompt in prompts]
+    texts, context = _texts(config, jobs, options)
+    announce(_estimate(config, options, texts, jobs, len(specs)))
+    cells = len(texts) * len(options.batches)
+    with Progress("measuring", cells + len(specs) * (cells + 1)) as bar:
+        bar.say("steps of the target")
+        step = measure_steps(config, texts, options.batches, options.ks, bar.tick)
+        draft: dict[str, Grid] = {}
+        acceptance: dict[str, Acceptance] = {}
+        for name, spec in specs.items():
+            bar.say(name)
+            own = [] if name in options.rates else jobs
+            where = (texts, options.batches, options.ks)
+            draft[name], acceptance[name] = measure_proposer(config, spec, *where, own, bar.tick)
+            if name in options.rates:
+                rates = options.rates[name]
+                acceptance[name] = Acceptance(drafted=[1.0] * len(rates), accepted=rates)
+    report = plan(config, Costs(step=step, draft=draft), acceptance, specs, context)
+    if options.validate:
+        report.validation = validate(config, report, jobs)
+    return report
+
+
+def _estimate(
+    config: EngineConfig, options: TuneOptions, texts: dict[int, list[list[int]]], jobs: Sequence[Job], proposers: int
+) -> float:
+    """Seconds that all of it will take, from a few steps without a proposer; drafting is taken to cost nothing."""
+    known, batches, shortest = pace(config, jobs), options.batches, min(texts)
+    with with_dummies(config, max(*options.ks, 1)) as llm:
+        number_of_tokens = sum(map(len, encode_jobs(llm, jobs)))
+        ends = sorted({batches[0], batches[-1]})
+        trial = target_grid(llm, {shortest: texts[shortest]}, ends, options.ks, lambda: None, turns=1)
+    steps = sum(trial.at(shortest, batch, k) for batch in batches for k in options.ks) * STEPS_PER_CELL * len(texts)
+    prompts = known.prompts / number_of_tokens * sum(texts) * batches[-1]
+    measuring = (1 + proposers) * (known.load + prompts + steps)
+    acceptance = (proposers - len(options.rates)) * (known.prompts + known.tokens)
+    groups = [-(-len(jobs) // batch) * options.max_tokens * trial.at(shortest, batch, 0) for batch in batches]
+    validating = 2 * (len(batches) * (known.load + known.prompts) + sum(groups)) if options.validate else 0.0
+    return measuring + acceptance + validating
+
+
+def plan(
+    config: EngineConfig, costs: Costs, acceptance: dict[str, Acceptance], specs: dict[str, str], context: float
+) -> TuneReport:
+    """Predictions for the measured batch sizes, and the table of the proposer that gains most over all of them."""
+    batches = costs.step.batches
+    predictions = [predict(costs, acceptance, OFF, 0, batch, context) for batch in batches]
+    gains: dict[str, float] = {}
+    for name in acceptance:
+        gains[name] = 1.0
+        for batch, off in zip(batches, predictions[: len(batches)], strict=True):
+            ks = range(1, largest_k(costs, acceptance, name) + 1)
+            own = [predict(costs, acceptance, name, k, batch, context) for k in ks]
+            predictions += own
+            gains[name] *= best(own).tokens_per_second / off.tokens_per_second
+    winner = max(gains, key=lambda name: gains[name])
+    table = KTable(
+        spec=specs[winner],
+        num_speculative_tokens_per_batch_size=k_ranges(costs, acceptance, winner, context),
+        model=config.model,
+        notes=f"predicted for a context of {context:.0f} tokens; more than {batches[-1]} requests were not measured",
+    )
+    return TuneReport(
+        model=config.model,
+        context=context,
+        costs=costs,
+        acceptance=acceptance,
+        specs=specs,
+        predictions=predictions,
+        table=table,
+    )
+
+
+def validate(config: EngineConfig, report: TuneReport, jobs: Sequence[Job]) -> list[Validation]:
+    """Run without drafts, and the best cell of each batch size; acceptance that was given cannot be validated."""
+    cells = []
+    for batch in report.costs.step.batches:
+        own = [p for p in report.predictions if p.batch == batch]
+        real = [p for p in own if p.proposer != OFF and report.acceptance[p.proposer].steps]
+        cells += [p for p in own if p.proposer == OFF] + ([best(real)] if real else [])
+    found = []
+    with Progress("validating", len(cells)) as bar:
+        for cell in cells:
+            bar.say(f"{cell.proposer}, k = {cell.k}, {cell.batch} requests")
+            spec = report.specs.get(cell.proposer, OFF)
+            run = throughput(config, spec, cell.k, cell.batch, jobs, bar.tick)
+            # Predicted anew for the context that the run had.
+            place = (cell.proposer, cell.k, cell.batch, run.context)
+            again = predict(report.costs, report.acceptance, *place)
+            known = _yardstick_cost(report.costs, spec, cell.proposer, cell.batch, run.context)
+            speed = known / run.yardstick if run.yardstick else 1.0
+            found.append(
+                Validation(
+                    predicted=again,
+                    context=run.context,
+                    measured=run.tokens_per_second,
+                    speed=speed,
+                    error=again.tokens_per_second * speed / run.tokens_per_second - 1,
+                )
+            )
+    return found
+
+
+def _yardstick_cost(costs: Costs, spec: str, proposer: str, batch: int, context: float) -> float:
+    """Seconds that a step of the yardstick took when costs were taken."""
+    seconds = costs.step.at(context, batch, yardstick_k(spec))
+    return seconds if proposer == OFF else seconds + costs.draft[proposer].at(context, batch, 0)
+
+
+def _roomy(config: EngineConfig, options: TuneOptions) -> EngineConfig:
+    """The engine with room for every cell in one step."""
+    needed = options.batches[-1] * (options.ks[-1] + 1)
+    default = ROWS[choose_device(config.device).type]
+    return msgspec.structs.replace(
+        config,
+        max_num_seqs=max(config.max_num_seqs, options.batches[-1]),
+        max_num_batched_tokens=max(config.max_num_batched_tokens or default, needed),
+    )
+
+
+def _texts(config: EngineConfig, jobs: Sequence[Job], options: TuneOptions) -> tuple[dict[int, list[list[int]]], float]:
+    """Token ids for each context to measure, and the mean context of the prompts, half of their answers included."""
+    with LLM(config=with_spec(config, OFF, 0)) as llm:
+        ids = encode_jobs(llm, jobs)
+        longest = llm.engine.caches.max_model_len - ROOM - options.ks[-1]
+    contexts = options.contexts or sorted({min(context, longest) for context in DEFAULT_CONTEXTS})
+    if contexts[-1] > longest >= 1:
+        more = ROOM + options.ks[-1]
+        raise ConfigError(
+            f"--contexts {contexts[-1]} is too long: measuring takes {more} of max_model_len={longest + more} tokens "
+            f"besides; it must be at most {longest}"
+        )
+    if longest < 1:
+        raise ConfigError(f"max_model_len leaves no room for measuring; it needs {1 - longest} tokens more")
+    mean = sum(map(len, ids)) / len(ids) + options.max_tokens / 2
+    return cut_texts(ids, contexts, options.batches[-1]), float(options.context or mean)
