@@ -16,7 +16,7 @@ from skipstone.errors import UnsupportedError
 from skipstone.kernels import dispatch
 from skipstone.kernels.ops import OP_NAMES, load_ops
 from skipstone.registry import KERNELS
-from skipstone.tools.doctor.command import report as doctor_report
+from skipstone.tools.doctor import report as doctor_report
 from skipstone.tools.doctor.op_cases import OP_CASES
 from skipstone.tools.doctor.op_inputs import SMALL, Load
 from skipstone.tools.doctor.op_run import Verdict, alone, examine, make_case, map_tensors, results

@@ -345,7 +345,7 @@ def test_the_files_may_do_nothing_but_talk_to_their_server(server: Serving) -> N
         policy = answer.headers["content-security-policy"]
         assert "default-src 'none'" in policy and "script-src 'self'" in policy and "unsafe" not in policy
         assert "http" not in re.sub(r"xmlns='http://www.w3.org/2000/svg'|HTTP \$", "", answer.text)
-    total = sum(file.stat().st_size for file in (ROOT / "skipstone" / "serve" / "page").iterdir())
+    total = sum(file.stat().st_size for file in (ROOT / "skipstone" / "server" / "page").iterdir())
     assert total < 60_000
     assert server.get("/page/../cli.py").status_code == 404
     assert server.get("/page/nothing.js").status_code == 404

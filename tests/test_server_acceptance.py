@@ -314,7 +314,7 @@ def test_a_body_of_eight_megabytes() -> None:
 
 
 def test_every_error_code_is_in_the_docs() -> None:
-    source = "".join(file.read_text() for file in (ROOT / "skipstone" / "serve").glob("*.py"))
+    source = "".join(file.read_text() for file in (ROOT / "skipstone" / "server").rglob("*.py"))
     codes = set(re.findall(r'code="([a-z_]+)"', source))
     codes |= set(re.findall(r'"((?:invalid|missing|unknown|unsupported)_[a-z_]+)"', source)) - {"invalid_request_error"}
     page = (ROOT / "docs" / "server.md").read_text()

@@ -25,8 +25,9 @@ from skipstone.runtime.runner import ModelRunner, StepHandle
 from skipstone.spec.hidden_state import HiddenStateProposer
 from skipstone.tools import workload
 from skipstone.tools.progress import announce
-from skipstone.tools.tune.command import TuneOptions, measure
-from skipstone.tools.tune.command import run as tune_run
+from skipstone.tools.tune import measure
+from skipstone.tools.tune import run as tune_run
+from skipstone.tools.tune.command import TuneOptions
 from skipstone.tools.tune.planner import OFF, Acceptance, Costs, Grid, best, k_ranges, predict
 from skipstone.tools.tune.report import draw, plot
 from skipstone.tools.tune.run import plan, tune
