@@ -161,6 +161,9 @@ KERNELS = Registry(
             ("token_select", "select"),
             ("sparse_gqa", "attention"),
             ("sparse_mla", "attention"),
+            ("sample", "sampling"),
+            ("step_rows", "decode"),
+            ("accept", "decode"),
         ]
     },
 )

@@ -22,7 +22,7 @@ from skipstone.kernels.reference.gemm import cpu_threads
 from skipstone.kernels.reference.sampling import decision_scores, token_logprobs
 from skipstone.models.base import CausalLM
 from skipstone.registry import GPU
-from skipstone.runtime.layout import make_layout, packed
+from skipstone.runtime.layout import Layout, make_layout, packed
 from skipstone.runtime.masks import GrammarMasks, Mask
 from skipstone.runtime.speculation import Speculation
 from skipstone.runtime.step import Forward, Outcome, Step
@@ -124,6 +124,8 @@ class ModelRunner:
         parts = (model, self.groups, self.table, ops, self.block_size)
         self.step = Step(*parts, speculation.proposer, speculation.verifier, speculation.draft_sampling, speculation.k)
         self.features: dict[int, Features] = {}
+        self._last_shape: Any = None
+        self._last_layout: Layout
         capturable = speculation.proposer is None or speculation.proposer.needs.graphs
         self.graphs: Any = None  # DecodeGraphs, which a CPU does not load
         if graphs and capturable and ops.implementation == "triton" and self.device.type != "cpu":
@@ -148,10 +150,17 @@ class ModelRunner:
                 handle.graph = self.graphs.replay(plan)
                 handle.forward = handle.graph.forward
                 return handle
-            layout = make_layout(plan.items, self.table, self.step.needs_every_row or self.watched)
-            handle.forward = self.step.forward(layout)
+            handle.forward = self.step.forward(self._layout(plan.items))
             self._ended("target")
         return handle
+
+    def _layout(self, items: list[PlanItem]) -> Layout:
+        """The last step's, moved on, where the same requests run as many rows again."""
+        every_row = self.step.needs_every_row or self.watched
+        shape = (every_row, [(item.slot, *item[3:]) for item in items])
+        if shape != self._last_shape:
+            self._last_shape, self._last_layout = shape, make_layout(items, self.table, every_row)
+        return self._last_layout._replace(end=max(item.end for item in items))
 
     def finish(self, handle: StepHandle, masks: GrammarMasks) -> None:
         """Sample and draft.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from skipstone.core.batch import Span
-from skipstone.kernels.cpu.jit import F32, exp, kernel
+from skipstone.kernels.cpu.jit import F32, array, exp, kept, kernel, result
 
 LOWEST = F32(np.finfo(np.float32).min)
 
@@ -93,9 +93,9 @@ def _attend(q, k_cache, v_cache, indices, unit, positions, table, scale, out):
 def _attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, indices: Tensor, unit: int, span: Span, value_width: int, scale: float
 ) -> Tensor:
-    out = torch.empty(q.shape[0], q.shape[1], value_width)
-    tables = (span.positions.numpy(), span.block_table.numpy())
-    _attend(q.numpy(), k_cache.numpy(), v_cache.numpy(), indices.numpy(), unit, *tables, scale, out.numpy())
+    out, values = result(*q.shape[:2], value_width)
+    tables = (array(span.positions), array(span.block_table))
+    _attend(array(q), kept(k_cache), kept(v_cache), array(indices), unit, *tables, scale, values)
     return out
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from skipstone.kernels.cpu.jit import F32, kernel
+from skipstone.kernels.cpu.jit import F32, array, kept, kernel, result
 from skipstone.kernels.reference import gemm as reference
 
 MOST_ROWS, MOST_ROWS_WIDE = 4, 16  # above, BLAS is as fast; it loses more by repacking when a weight is large
@@ -114,8 +114,8 @@ def _one_group(rows: int) -> tuple[np.ndarray, np.ndarray]:
 
 def product(x: Tensor, weight: Tensor, segment: int) -> Tensor:
     """x [T, K] times weight [K, N], adding up segments of K."""
-    out = torch.empty(x.shape[0], weight.shape[1])
-    grouped_product(x.numpy(), *_one_group(x.shape[0]), weight.numpy()[None], segment, out.numpy())
+    out, values = result(x.shape[0], weight.shape[1])
+    grouped_product(array(x), *_one_group(x.shape[0]), kept(weight)[None], segment, values)
     return out
 
 
@@ -161,8 +161,8 @@ def linear(x: Tensor, weight: Tensor, exact: bool) -> Tensor:
 def bmm(a: Tensor, b: Tensor, exact: bool) -> Tensor:
     """See the plain-torch twin. K is added up in one piece, for any number of rows."""
     batch, rows, inner = a.shape
-    out = torch.empty(batch, rows, b.shape[2])
+    out, values = result(batch, rows, b.shape[2])
     places = (np.arange(batch * rows), np.arange(batch + 1) * rows)
-    flat = (a.contiguous().view(-1, inner).numpy(), *places, b.contiguous().numpy())
-    grouped_product(*flat, inner, out.view(batch * rows, -1).numpy())
+    flat = (array(a.contiguous()).reshape(-1, inner), *places, array(b.contiguous()))
+    grouped_product(*flat, inner, values.reshape(batch * rows, -1))
     return out

@@ -9,6 +9,7 @@ row's bits do not depend on other rows; without it every sum goes in the order i
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import logging
 import os
@@ -20,6 +21,8 @@ from typing import Any
 
 import numba
 import numpy as np
+import torch
+from torch import Tensor
 
 LOG = logging.getLogger("skipstone.kernels")
 F32 = np.float32
@@ -82,3 +85,32 @@ def exp(x):
     total = total * rest + F32(5.0000001201e-1)
     total = total * rest * rest + rest + F32(1.0)
     return total * np.int32((power << 23) + np.int32(0x3F800000)).view(np.float32)
+
+
+def result(*shape: int, dtype: Any = np.float32) -> tuple[Tensor, np.ndarray]:
+    """What an op returns, not filled yet, as a tensor and as an array; `array` knows the tensor again."""
+    values = np.empty(shape, dtype)
+    tensor = torch.from_numpy(values)
+    tensor.__dict__["array"] = values
+    return tensor, values
+
+
+def array(tensor: Tensor) -> np.ndarray:
+    """A tensor as an array. Making one takes as long as a small op, so what `result` made is kept with its tensor."""
+    values: np.ndarray | None = tensor.__dict__.get("array")
+    return tensor.numpy() if values is None else values
+
+
+def kept(tensor: Tensor) -> np.ndarray:
+    """The same for a contiguous tensor that stays, a weight or a cache: its array is made once.
+
+    The array does not own the memory, as the two would keep each other alive.
+    """
+    address = tensor.data_ptr()
+    known: tuple[int, np.ndarray] | None = tensor.__dict__.get("kept")
+    if known is None or known[0] != address:
+        kind = np.dtype(str(tensor.dtype).removeprefix("torch."))
+        memory: Any = (ctypes.c_byte * tensor.nbytes).from_address(address)
+        known = (address, np.frombuffer(memory, kind).reshape(tensor.shape))
+        tensor.__dict__["kept"] = known
+    return known[1]

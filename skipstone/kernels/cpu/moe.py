@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from skipstone.kernels.cpu.gemm import blas_segment, grouped_product
-from skipstone.kernels.cpu.jit import F32, exp, kernel
-from skipstone.kernels.cpu.norm_rope import gated
+from skipstone.kernels.cpu.jit import F32, array, exp, kept, kernel, result
+from skipstone.kernels.cpu.norm_rope import gate, gated
 from skipstone.kernels.reference import moe as reference
 from skipstone.kernels.reference.pointwise import GatedActivation
 
@@ -108,9 +108,10 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """See the plain-torch twin."""
     slots = top_k + (shared is not None)
-    experts, weights = torch.empty(len(router_logits), slots, dtype=torch.int64), torch.empty(len(router_logits), slots)
+    experts, chosen = result(len(router_logits), slots, dtype=np.int64)
+    weights, shares = result(len(router_logits), slots)
     settings = (top_k, scaling, groups, kept_groups, -1 if shared is None else shared)
-    _route(router_logits.numpy(), bias.numpy(), *settings, experts.numpy(), weights.numpy())
+    _route(array(router_logits), kept(bias), *settings, chosen, shares)
     return experts, weights
 
 
@@ -130,26 +131,32 @@ def experts_forward(
     threads = torch.get_num_threads()
     segments = [blas_segment(*weight.shape[1:], threads) for weight in (gate_up, down)]
     if len(x) <= MOST_ROWS and None not in segments:
-        parts, place = _few_rows(x, experts, gate_up, down, activation, segments)
+        parts, place = _few_rows(array(x), array(experts), kept(gate_up), kept(down), activation, segments)
     else:
         padding = reference.padding(x, gate_up, down) if exact else ()
         rows = reference.group_by_expert(experts, gate_up.shape[0], padding)
         hidden = reference.expert_products(x.index_select(0, rows.source), rows, gate_up)
-        parts, place = reference.expert_products(gated(hidden, activation), rows, down), rows.place.numpy()
-    out = torch.empty_like(x)
-    _combine(parts.numpy(), place, weights.numpy(), out.numpy())
+        parts = reference.expert_products(gated(hidden, activation), rows, down).numpy()
+        place = rows.place.numpy()
+    out, values = result(*x.shape)
+    _combine(parts, place, array(weights), values)
     return out
 
 
 def _few_rows(
-    x: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, activation: GatedActivation, segments: list[int | None]
-) -> tuple[Tensor, np.ndarray]:
+    x: np.ndarray,
+    experts: np.ndarray,
+    gate_up: np.ndarray,
+    down: np.ndarray,
+    activation: GatedActivation,
+    segments: list[int | None],
+) -> tuple[np.ndarray, np.ndarray]:
     """Both products and the activation between them: [T * K, H] by expert, and the place of every pair."""
-    pairs = experts.numel()
-    starts, rows, place = (np.empty(size, np.int64) for size in (gate_up.shape[0] + 1, pairs, pairs))
-    _group(experts.numpy(), starts, rows, place)
-    hidden, parts = torch.empty(pairs, gate_up.shape[2]), torch.empty(pairs, down.shape[2])
-    grouped_product(x.numpy(), rows, starts, gate_up.numpy(), segments[0], hidden.numpy())
-    inner = gated(hidden, activation)
-    grouped_product(inner.numpy(), np.arange(pairs), starts, down.numpy(), segments[1], parts.numpy())
+    pairs = experts.size
+    starts, rows, place = (np.empty(size, np.int64) for size in (len(gate_up) + 1, pairs, pairs))
+    _group(experts, starts, rows, place)
+    hidden, inner, parts = (np.empty((pairs, w), np.float32) for w in (gate_up.shape[2], *down.shape[1:]))
+    grouped_product(x, rows, starts, gate_up, segments[0], hidden)
+    gate(hidden, *activation, inner)
+    grouped_product(inner, np.arange(pairs), starts, down, segments[1], parts)
     return parts, place

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from skipstone.kernels.cpu.jit import F32, exp, kernel
+from skipstone.kernels.cpu.jit import F32, array, exp, kept, kernel, result
 from skipstone.kernels.reference.index_rows import IndexCache, KeyNorm
 from skipstone.kernels.reference.index_rows import index_rows as reference_index_rows
 from skipstone.kernels.reference.kv_store import store as reference_store
@@ -87,35 +87,35 @@ def _store(rows, cache, slot_block, slot_offset):
 
 
 @kernel("(float32[:, ::1], float32, float32, float32, float32[:, ::1])")
-def _gated(gate_up, alpha, limit, shift, out):
+def gate(gate_up, alpha, limit, shift, out):
     """[rows, 2I] -> [rows, I]."""
     rows, width = out.shape
     for i in range(rows):
         for d in range(width):
-            gate = min(gate_up[i, d], limit)
+            value = min(gate_up[i, d], limit)
             up = min(max(gate_up[i, width + d], -limit), limit) + shift
-            out[i, d] = gate / (F32(1) + exp(-alpha * gate)) * up
+            out[i, d] = value / (F32(1) + exp(-alpha * value)) * up
 
 
 def rms_norm(x: Tensor, scaled_gain: Tensor, eps: float) -> Tensor:
     """See the plain-torch twin."""
-    x, width = x.contiguous(), x.shape[-1]
-    out = torch.empty_like(x)
-    _rms_norm(x.view(-1, width).numpy(), scaled_gain.view(-1, width).numpy(), eps, out.view(-1, width).numpy())
+    shape = (-1, x.shape[-1])
+    out, values = result(*x.shape)
+    _rms_norm(array(x.contiguous()).reshape(shape), kept(scaled_gain).reshape(shape), eps, values.reshape(shape))
     return out
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, scaled_gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """See the plain-torch twin."""
-    total, out = torch.empty_like(x), torch.empty_like(x)
-    _add_rms_norm(x.numpy(), residual.numpy(), scaled_gain.numpy(), eps, total.numpy(), out.numpy())
+    (total, sums), (out, values) = result(*x.shape), result(*x.shape)
+    _add_rms_norm(array(x), array(residual), kept(scaled_gain), eps, sums, values)
     return total, out
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     """See the plain-torch twin."""
-    out = torch.empty(x.shape)
-    _rotate(x.numpy(), rotary.cos.numpy(), rotary.sin.numpy(), rotary.partner.numpy(), out.numpy())
+    out, values = result(*x.shape)
+    _rotate(array(x), array(rotary.cos), array(rotary.sin), kept(rotary.partner), values)
     return out
 
 
@@ -123,7 +123,7 @@ def store(rows: Tensor, cache: Tensor, slot_block: Tensor, slot_offset: Tensor) 
     """See the plain-torch twin, which also does it for other types."""
     if rows.dtype != torch.float32 or cache.dtype != torch.float32:
         return reference_store(rows, cache, slot_block, slot_offset)
-    _store(rows.numpy(), cache.numpy(), slot_block.numpy(), slot_offset.numpy())
+    _store(array(rows), kept(cache), array(slot_block), array(slot_offset))
     return None
 
 
@@ -138,21 +138,21 @@ def norm_rotate_store(
 ) -> Tensor:
     """See the plain-torch twin."""
     rows, _, width = projected.shape
-    out = torch.empty(rows, len(scaled_gain), width)
-    source, result = projected.numpy(), out.numpy()
-    angles = (rotary.cos.numpy(), rotary.sin.numpy(), rotary.partner.numpy())
-    _norm_rotate(source, scaled_gain.numpy(), eps, *angles, result)
-    slots = (slot_block.numpy(), slot_offset.numpy())
+    gain = kept(scaled_gain)
+    out, normed = result(rows, len(gain), width)
+    source = array(projected)
+    _norm_rotate(source, gain, eps, array(rotary.cos), array(rotary.sin), kept(rotary.partner), normed)
+    slots = (array(slot_block), array(slot_offset))
     for first, heads, cache in stores:
-        ready = result if first < len(scaled_gain) else source
-        _store(ready[:, first : first + heads], cache.numpy(), *slots)
+        ready = normed if first < len(gain) else source
+        _store(ready[:, first : first + heads], kept(cache), *slots)
     return out
 
 
 def gated(gate_up: Tensor, activation: GatedActivation) -> Tensor:
     """See the plain-torch twin."""
-    out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2)
-    _gated(gate_up.numpy(), *activation, out.numpy())
+    out, values = result(gate_up.shape[0], gate_up.shape[1] // 2)
+    gate(array(gate_up), *activation, values)
     return out
 
 

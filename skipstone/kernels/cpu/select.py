@@ -5,11 +5,10 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from skipstone.core.batch import PAD, Span
-from skipstone.kernels.cpu.jit import F32, kernel
+from skipstone.kernels.cpu.jit import F32, array, kept, kernel, result
 from skipstone.kernels.reference.select import token_select as reference_token_select
 
 LOWEST, HIGHEST = F32(np.finfo(np.float32).min), F32(np.finfo(np.float32).max)
@@ -150,9 +149,9 @@ def block_select(
     index_q: Tensor, index_k_cache: Tensor, span: Span, unit: int, budget: int, init: int, local: int, exact: bool
 ) -> Tensor:
     """See the plain-torch twin."""
-    out = torch.empty(index_q.shape[0], index_q.shape[1], budget, dtype=torch.int32)
-    tables = (span.positions.numpy(), span.block_table.numpy())
-    _block_select(index_q.numpy(), index_k_cache.numpy(), *tables, unit, init, local, out.numpy())
+    out, chosen = result(*index_q.shape[:2], budget, dtype=np.int32)
+    tables = (array(span.positions), array(span.block_table))
+    _block_select(array(index_q), kept(index_k_cache), *tables, unit, init, local, chosen)
     return out
 
 
@@ -168,7 +167,7 @@ def token_select(
     """See the plain-torch twin, which also does it for FP8 keys."""
     if index_k_scale is not None:
         return reference_token_select(index_q, head_weights, index_k_cache, index_k_scale, span, budget, exact)
-    out = torch.empty(index_q.shape[0], 1, budget, dtype=torch.int32)
-    tables = (span.positions.numpy(), span.block_table.numpy())
-    _token_select(index_q.numpy(), head_weights.numpy(), index_k_cache.numpy(), *tables, out.numpy())
+    out, chosen = result(index_q.shape[0], 1, budget, dtype=np.int32)
+    tables = (array(span.positions), array(span.block_table))
+    _token_select(array(index_q), array(head_weights), kept(index_k_cache), *tables, chosen)
     return out

@@ -1,0 +1,79 @@
+"""What surrounds the model in a step: where its rows stand, and how many drafts survive."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+import numpy as np
+from torch import Tensor
+
+from skipstone.core.batch import PAD, SPARE_BLOCK, ZERO_BLOCK
+from skipstone.kernels.cpu.jit import array, kernel, result
+from skipstone.kernels.reference.decode import Accepted, PlacedRows
+from skipstone.kernels.reference.decode import accept as reference_accept
+
+
+@kernel(
+    "(int32[:, :], int64[:], int64[:], int64[:], int64[:, :], int64[:], int64[:], int64,"
+    " int64[::1], int64[::1], int64[::1], int64[::1], int64[::1], int64[::1])"
+)
+def _step_rows(
+    tokens, slots, start, end, table, row_item, row_offset, block_size, ids, places, seen, blocks, offsets, seq_lens
+):
+    for t in range(len(row_item)):
+        item = row_item[t]
+        position = start[item] + row_offset[t]
+        real = start[item] >= 0 and position < end[item]
+        place = position if real else 0
+        block = table[item, place // block_size]
+        ids[t] = max(tokens[slots[item], place], 0) if real else 0
+        places[t] = place
+        seen[t] = position if real else PAD
+        blocks[t] = block if real and block != ZERO_BLOCK else SPARE_BLOCK
+        offsets[t] = place % block_size
+    for r in range(len(seq_lens)):
+        seq_lens[r] = end[r] if start[r] >= 0 else 0
+
+
+def step_rows(
+    tokens: Tensor,
+    slots: Tensor,
+    start: Tensor,
+    end: Tensor,
+    table: Tensor,
+    row_item: Tensor,
+    row_offset: Tensor,
+    block_size: int,
+) -> PlacedRows:
+    """See the plain-torch twin."""
+    parts = [result(size, dtype=np.int64) for size in (*[len(row_item)] * 5, len(slots))]
+    inputs = [array(each) for each in (tokens, slots, start, end, table, row_item, row_offset)]
+    _step_rows(*inputs, block_size, *(values for _, values in parts))
+    return PlacedRows(*(tensor for tensor, _ in parts))
+
+
+@kernel("(int64[:, :], int64[:, :], int64[:], int64[:], int64[::1], int64[:, ::1], int64[::1])")
+def _accept(tokens, token_ids, start, limit, count, following, next_start):
+    """Keep drafts while they equal the samples."""
+    requests, n = tokens.shape
+    for r in range(requests):
+        kept = 0
+        while kept + 1 < n and start[r] + kept + 1 < limit[r] and tokens[r, kept] == token_ids[r, kept + 1]:
+            kept += 1
+        count[r] = kept
+        for i in range(n):
+            following[r, i] = tokens[r, min(i, kept)]
+        next_start[r] = start[r] + kept + 1 if start[r] >= 0 else PAD
+
+
+def accept(
+    tokens: Tensor, token_ids: Tensor, start: Tensor, limit: Tensor, seed: Tensor, rates: Tensor | None
+) -> Accepted:
+    """See the plain-torch twin, which also flips coins."""
+    if rates is not None:
+        return reference_accept(tokens, token_ids, start, limit, seed, rates)
+    count, kept = result(len(start), dtype=np.int64)
+    following, behind = result(*tokens.shape, dtype=np.int64)
+    next_start, moved = result(len(start), dtype=np.int64)
+    _accept(array(tokens), array(token_ids), array(start), array(limit), kept, behind, moved)
+    return Accepted(count, tokens, following, next_start)
