@@ -51,8 +51,8 @@ def cache_folder() -> str | None:
     return str(folder)
 
 
-def kernel(signature: str, reassociate: bool = False) -> Callable[..., Any]:
-    """Compile a function now, or load what an earlier process compiled."""
+def kernel(*signatures: str, reassociate: bool = False) -> Callable[..., Any]:
+    """Compile a function now, for these types, or load what an earlier process compiled."""
     flags = {"contract", "nsz"} | ({"reassoc"} if reassociate else set())
     config: Any = numba.config
 
@@ -60,8 +60,8 @@ def kernel(signature: str, reassociate: bool = False) -> Callable[..., Any]:
         folder, before = cache_folder(), config.CACHE_DIR
         config.CACHE_DIR = folder or before
         try:
-            compiler = numba.njit(signature, fastmath=flags, nogil=True, error_model="numpy", cache=folder is not None)
-            return compiler(function)
+            options: Any = {"fastmath": flags, "nogil": True, "error_model": "numpy", "cache": folder is not None}
+            return numba.njit(list(signatures), **options)(function)
         finally:
             config.CACHE_DIR = before
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from skipstone.kernels.cpu.gemm import blas_segment, grouped_product
+from skipstone.kernels.cpu.gemm import blas_segment, grouped_product, small
 from skipstone.kernels.cpu.jit import F32, array, exp, kept, kernel, result
 from skipstone.kernels.cpu.norm_rope import gate, gated
 from skipstone.kernels.reference import moe as reference
@@ -131,7 +131,7 @@ def experts_forward(
     threads = torch.get_num_threads()
     segments = [blas_segment(*weight.shape[1:], threads) for weight in (gate_up, down)]
     if len(x) <= MOST_ROWS and None not in segments:
-        parts, place = _few_rows(array(x), array(experts), kept(gate_up), kept(down), activation, segments)
+        parts, place = _few_rows(array(x), array(experts), small(gate_up), small(down), activation, segments)
     else:
         padding = reference.padding(x, gate_up, down) if exact else ()
         rows = reference.group_by_expert(experts, gate_up.shape[0], padding)
