@@ -76,7 +76,7 @@ def verified(llm: LLM, requests: int, **params: Any) -> list[int]:
     return llm.engine.scheduler.stats.speculation.drafted_per_position
 
 
-@pytest.mark.parametrize("spec", ["auto", "mtp", "mtp:auto"])
+@pytest.mark.parametrize("spec", ["mtp", "mtp:auto"])
 def test_the_engine_follows_it(model: Path, tmp_path: Path, spec: str) -> None:
     options = {"model": str(model), "spec": spec, "k_table": written(tmp_path)}
     with LLM(**options) as llm:

@@ -25,7 +25,7 @@ TALK: list[Any] = [{"role": "system", "content": "Be short."}, {"role": "user", 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Serving]:
-    with serving() as running:
+    with serving(spec="mtp:3") as running:
         yield running
         wait_for(lambda: running.idle)  # an answer may be here before the engine has let go of its blocks
         running.service.llm.engine.scheduler.check()

@@ -18,6 +18,7 @@ from skipstone.kernels.dispatch import choose_device, choose_dtype, choose_ops
 from skipstone.models.base import CausalLM, ModelConfig
 from skipstone.models.loader import Build, ModelInfo, Place, build_model, with_index_keys
 from skipstone.registry import GPU
+from skipstone.runtime.adaptive import AdaptiveK
 from skipstone.runtime.block_pool import BlockPool
 from skipstone.runtime.k_table import asked_spec
 from skipstone.runtime.masks import GrammarMasks
@@ -79,15 +80,21 @@ class Engine:
         )
         self.pool = BlockPool(self.caches.num_blocks, self.caches.block_size)
         bounds = (self.max_rows, config.max_num_seqs)
-        needs, k_table = proposer.needs if proposer else None, self.speculation.table
-        most_drafts = k_table.most_drafts if k_table else None
-        self.scheduler = Scheduler(self.pool, *bounds, config.prefix_caching, needs, most_drafts)
+        needs, most_drafts = proposer.needs if proposer else None, self.speculation.most_drafts
+        self.adaptive: AdaptiveK | None = None
+        if self.speculation.adapts:
+            # Each k has graphs of its own on a GPU.
+            every, ends = tuple(range(self.speculation.k + 1)), (0, self.speculation.k)
+            self.adaptive = AdaptiveK(every if self.device.type == "cpu" else ends, most_drafts)
+            most_drafts = None
+        self.scheduler = Scheduler(self.pool, *bounds, config.prefix_caching, needs, most_drafts, self.adaptive)
         # On a GPU a step beside a prompt's rows is as long as these make it, and longer by all that drafts add.
-        self.scheduler.pauses_beside_prompts = config.spec == "auto" and self.device.type != "cpu"
+        self.scheduler.pauses_beside_prompts = self.adaptive is not None and self.device.type != "cpu"
         self.scheduler.stats.speculation.simulated = self.speculation.simulated
         self.stats = EngineStats()
         self.overlap = config.overlap and self.device.type != "cpu"
         self._under_way: StepHandle | None = None
+        self._waited = 0.0  # when the last results were there
         self._warm = self._num_made
         self.vocab_size: int = info.config.vocab_size
 
@@ -108,7 +115,7 @@ class Engine:
     def warm_up(self, tick: Callable[[int, int], None] | None = None) -> None:
         """On a GPU: compile and capture before the first request what later ones need. `tick`: (done, of how many)."""
         if self.kernels.ops.implementation == "triton" and self.device.type != "cpu":
-            GPU.load("warm_up")(self.runner, self.scheduler.max_rows, tick)
+            GPU.load("warm_up")(self.runner, self.scheduler.max_rows, tick, self.adaptive is not None)
             self._warm = self._num_made
 
     @property
@@ -167,12 +174,16 @@ class Engine:
 
     def _step(self) -> list[tuple[Request, list[int]]]:
         started = time.perf_counter()
+        begun = self._waited if self._under_way else started
         handle = self._under_way or self._start(ahead=False)
         assert handle is not None
         self._under_way = None  # should this step fail, nobody waits for what was started
         # An observer is told of a step's tokens before the next step begins.
         ahead = self._start(ahead=True) if self.overlap and not self.runner.watched else None
         results = handle.wait()
+        self._waited = time.perf_counter()
+        if self.adaptive is not None and not self.runner.watched:
+            self.adaptive.observe(handle.plan, results, self._waited - begun)
         if handle.watched is not None:
             self.runner.report(handle, results, [self.scheduler.owner(item) for item in handle.plan.items])
         committed = self.scheduler.commit(handle.plan, results)

@@ -183,7 +183,8 @@ class ModelRunner:
                 logits = forward.logits[: forward.layout.num_sampled].float()
                 handle.watched = Watched(logits, decision_scores(logits, outcome.rows))
             self._ended("verify")
-            follows = self.proposer is not None and any(item.follows for item in plan.items)
+            drafts_or_follows = any(item.follows or item.num_next_drafts for item in plan.items)
+            follows = self.proposer is not None and drafts_or_follows
             allowed = None
             if masks.verified and self.device.type == "cpu":
                 emitted = [row[1 : row[0] + 2] for row in outcome.packed.tolist()]

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from skipstone.core.plan import Admission, PlanItem, StepPlan, StepResult
 from skipstone.core.request import FinishReason, Request
 from skipstone.core.speculation import SpeculationStats
+from skipstone.runtime.adaptive import AdaptiveK
 from skipstone.runtime.block_pool import BlockPool, Following, hash_block
 from skipstone.spec.proposer import ProposerNeeds
 
@@ -35,7 +36,8 @@ class SlotState:
 
     slot: int
     admission: int
-    follows: bool = False  # whether the proposer's caches are as far as the target's
+    follows: bool = False  # whether the proposer's caches take its rows
+    scouting: int = 0  # steps in which it drafts although the proposer rests
     num_blocks: int = 0  # that the device knows of
     under_way: list[PlanItem] = field(default_factory=list)  # at most two: started, and being planned
 
@@ -51,14 +53,15 @@ class Scheduler:
         prefix_caching: bool,
         needs: ProposerNeeds | None = None,
         most_drafts: Callable[[int], int] | None = None,
+        adaptive: AdaptiveK | None = None,
     ) -> None:
-        """`needs`: the proposer's; `most_drafts`: drafts per request at a given number of running requests."""
+        """`needs`: the proposer's; `most_drafts`: drafts per request at a given number of running ones, if fixed."""
         self.pool = pool
         self.max_rows = max_rows
         self.max_requests = max_requests
         self.prefix_caching = prefix_caching
         self.needs = needs
-        self.most_drafts = most_drafts
+        self.most_drafts, self.adaptive = most_drafts, adaptive
         self.pauses_beside_prompts = False
         """Whether no drafts are made that would be verified beside rows of prompts."""
         self.waiting: deque[Request] = deque()
@@ -136,9 +139,14 @@ class Scheduler:
         """Start waiting requests while rows, places and blocks last."""
         while self.waiting and budget > 0 and len(self.running) < self.max_requests:
             request = self.waiting[0]
-            self._match_prefix(request)
             self.places[request] = place = SlotState(self._free_slots[-1], next(self._numbers))
             place.follows = request.max_drafts > 0 and self.needs is not None
+            soon = min(len(self.running) + len(self.waiting), self.max_requests)
+            adaptive = self._adaptive(request)
+            if place.follows and adaptive is not None and adaptive.rests(soon):
+                place.scouting = adaptive.scouted_steps()
+                place.follows = place.scouting > 0
+            self._match_prefix(request, place.follows)
             item = self._plan_rows(request, budget)
             if item is None or not self._reserve(request, item.end):
                 self._copies = [copy for copy in self._copies if copy[1] not in request.block_ids]
@@ -213,17 +221,29 @@ class Scheduler:
         last = min(start + num_rows, request.num_prompt_tokens - 1)
         return (first - start, last - start) if first < last else (0, 0)
 
+    def _adaptive(self, request: Request) -> AdaptiveK | None:
+        """What chooses the request's k, unless its caller did."""
+        return self.adaptive if request.params.num_speculative_tokens is None else None
+
     def _plan_drafts(self, item: PlanItem, num_requests: int) -> PlanItem:
         """How many drafts to make after the step, with slots for them. Drafts take free blocks only."""
         request = self._admitted[item.admission]
-        most = request.max_drafts
-        if not item.samples or not most or self.needs is None or not item.follows:
+        place, most, adaptive = self.places[request], request.max_drafts, self._adaptive(request)
+        rests = adaptive is not None and adaptive.rests(num_requests)
+        if not item.samples or not most or self.needs is None or not (item.follows or rests):
             return item
+        wanted = min(most, adaptive.choose(num_requests)) if adaptive else most
         if self.most_drafts is not None:
-            most = min(most, self.most_drafts(num_requests))
-        if not self._reserve(request, item.end, self.needs.lookahead(most)):
+            wanted = min(most, self.most_drafts(num_requests))
+        if rests and not wanted:
+            if item.follows and place.scouting:
+                place.scouting, wanted = place.scouting - 1, most
+            elif item.num_rows == 1:
+                place.follows = False
+                return item._replace(follows=False)
+        if not self._reserve(request, item.end, self.needs.lookahead(wanted)):
             return item
-        return item._replace(num_next_drafts=most)
+        return item._replace(num_next_drafts=wanted)
 
     def _reserve(self, request: Request, end: int, lookahead: int = 0) -> bool:
         """Own enough blocks for positions below `end` and `lookahead` more; False when there are not enough."""
@@ -237,13 +257,13 @@ class Scheduler:
             blocks.extend(new)
         return new is not None
 
-    def _match_prefix(self, request: Request) -> None:
+    def _match_prefix(self, request: Request, follows: bool) -> None:
         """Take over cached blocks. The last token is always computed, as its logits are wanted."""
         if not self.prefix_caching or request.params.prompt_logprobs is not None:
             return
         size = self.pool.block_size
         most = (len(request.token_ids) - 1) // size
-        drafts = request.max_drafts > 0 and self.needs is not None and self.needs.uses_caches
+        drafts = follows and self.needs is not None and self.needs.uses_caches
         next_tokens = self.needs.next_tokens if drafts and self.needs is not None else None
         match = self.pool.acquire_prefix(request.token_ids, most, next_tokens, request.first_parent)
         request.block_ids, request.block_hashes = match.blocks, match.hashes

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from skipstone.config import EngineConfig
+from skipstone.config import EngineConfig, read_spec
 from skipstone.errors import ConfigError, UnsupportedError
 from skipstone.models.loader import ModelInfo
 from skipstone.registry import PROPOSERS
@@ -25,6 +26,7 @@ class Speculation(NamedTuple):
     draft_sampling: DraftSampling
     verifier: Verifier
     table: KTable | None = None
+    adapts: bool = False  # whether k is chosen in every step from what was measured
 
     @property
     def description(self) -> str:
@@ -32,10 +34,17 @@ class Speculation(NamedTuple):
         if self.proposer is None:
             return f"off ({self.reason})"
         drafts = f"k up to {self.k} by batch size" if self.table else f"k = {self.k}"
+        if self.adapts:
+            drafts = f"k from 0 to {self.k}, as it pays"
         text = f"{self.proposer.needs.name}, {drafts} ({self.reason}); {self.draft_sampling} drafts"
         if self.verifier.rule != "exact":
             text += f"; verified by {self.verifier.rule}: the text depends on the drafts, its law does not"
         return text + ("; SIMULATED acceptance: the text means nothing" if self.simulated else "")
+
+    @property
+    def most_drafts(self) -> Callable[[int], int] | None:
+        """Drafts per request at a given number of running requests, where a table says so."""
+        return self.table.most_drafts if self.table else None
 
     @property
     def simulated(self) -> bool:
@@ -80,7 +89,10 @@ def make_speculation(config: EngineConfig, around: Surroundings) -> Speculation:
     k = spec.k or min(usual, most or usual)
     if most is not None and k > most:
         raise ConfigError(f"spec={config.spec!r}: k={k} is more than {method} can draft at once; at most {most}")
-    return Speculation(proposer, k, f"by {config.k_table}" if table else reason, sampling, verifier, table)
+    # Under the other rules the text depends on the drafts, and would on times.
+    adapts = read_spec(config).method == "auto" and verification == "exact"
+    reason = f"by {config.k_table}" if table else reason
+    return Speculation(proposer, k, reason, sampling, verifier, table, adapts)
 
 
 def _choose(info: ModelInfo) -> tuple[Any, str]:

@@ -23,7 +23,8 @@ from torch import Tensor
 from skipstone.kernels.cpu.jit import F32, array, kept, kernel, result
 from skipstone.kernels.reference import gemm as reference
 
-MOST_ROWS, MOST_ROWS_WIDE = 4, 16  # above, BLAS is as fast; it loses more by repacking when a weight is large
+# Above, BLAS is as fast. It loses more by repacking a large weight, and by reading twice as much of a small one.
+MOST_ROWS, MOST_ROWS_WIDE = 4, 16
 WIDE_BYTES = 1 << 20
 NARROW = 32  # columns; BLAS has an order of its own for these, so any number of rows is ours
 LONGEST_SEGMENT = 512
@@ -187,7 +188,8 @@ def linear(x: Tensor, weight: Tensor, exact: bool) -> Tensor:
         k, n = weight.shape
         if n <= NARROW:
             return product(x.contiguous(), weight, k)
-        few = MOST_ROWS if weight.nbytes < WIDE_BYTES else MOST_ROWS_WIDE
+        narrow = weight.nbytes < WIDE_BYTES and small(weight).dtype != np.uint16
+        few = MOST_ROWS if narrow else MOST_ROWS_WIDE
         segment = blas_segment(k, n, torch.get_num_threads()) if x.shape[0] <= few else None
         if segment is not None:
             return product(x.contiguous(), weight, segment)
