@@ -53,6 +53,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         PositiveInt | None,
         Meta(description="most rows in a step, prompts run in chunks; none: 512 on a CPU, 2048 on a GPU"),
     ] = None
+    max_decode_delay: Annotated[
+        PositiveFloat | None,
+        Meta(description="milliseconds that a step with rows of prompts may hold up decoding requests; none: any"),
+    ] = None
     block_size: Annotated[PositiveInt | None, Meta(description="tokens per cache block")] = None
     num_blocks: Annotated[PositiveInt | None, Meta(description="cache blocks; default: from cache_memory_gb")] = None
     cache_memory_gb: Annotated[PositiveFloat | None, Meta(description="memory for all caches")] = None

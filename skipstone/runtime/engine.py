@@ -20,6 +20,7 @@ from skipstone.models.loader import Build, ModelInfo, Place, build_model, with_i
 from skipstone.registry import GPU
 from skipstone.runtime.adaptive import AdaptiveK
 from skipstone.runtime.block_pool import BlockPool
+from skipstone.runtime.chunk_limit import ChunkLimit
 from skipstone.runtime.k_table import asked_spec
 from skipstone.runtime.masks import GrammarMasks
 from skipstone.runtime.memory import CachePlan, Room, check_fits, choose_block_size, plan_caches
@@ -87,7 +88,11 @@ class Engine:
             every, ends = tuple(range(self.speculation.k + 1)), (0, self.speculation.k)
             self.adaptive = AdaptiveK(every if self.device.type == "cpu" else ends, most_drafts)
             most_drafts = None
-        self.scheduler = Scheduler(self.pool, *bounds, config.prefix_caching, needs, most_drafts, self.adaptive)
+        delay = config.max_decode_delay
+        self.chunk_limit = ChunkLimit(delay / 1000, self.max_rows) if delay else None
+        self.scheduler = Scheduler(
+            self.pool, *bounds, config.prefix_caching, needs, most_drafts, self.adaptive, self.chunk_limit
+        )
         # On a GPU a step beside a prompt's rows is as long as these make it, and longer by all that drafts add.
         self.scheduler.pauses_beside_prompts = self.adaptive is not None and self.device.type != "cpu"
         self.scheduler.stats.speculation.simulated = self.speculation.simulated
@@ -184,6 +189,8 @@ class Engine:
         self._waited = time.perf_counter()
         if self.adaptive is not None and not self.runner.watched:
             self.adaptive.observe(handle.plan, results, self._waited - begun)
+        if self.chunk_limit is not None:
+            self.chunk_limit.observe(handle.plan, self._waited - begun)
         if handle.watched is not None:
             self.runner.report(handle, results, [self.scheduler.owner(item) for item in handle.plan.items])
         committed = self.scheduler.commit(handle.plan, results)

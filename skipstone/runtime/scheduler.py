@@ -17,6 +17,7 @@ from skipstone.core.request import FinishReason, Request
 from skipstone.core.speculation import SpeculationStats
 from skipstone.runtime.adaptive import AdaptiveK
 from skipstone.runtime.block_pool import BlockPool, Following, hash_block
+from skipstone.runtime.chunk_limit import ChunkLimit, is_chunk
 from skipstone.spec.proposer import ProposerNeeds
 
 
@@ -54,6 +55,7 @@ class Scheduler:
         needs: ProposerNeeds | None = None,
         most_drafts: Callable[[int], int] | None = None,
         adaptive: AdaptiveK | None = None,
+        chunk_limit: ChunkLimit | None = None,
     ) -> None:
         """`needs`: the proposer's; `most_drafts`: drafts per request at a given number of running ones, if fixed."""
         self.pool = pool
@@ -61,7 +63,7 @@ class Scheduler:
         self.max_requests = max_requests
         self.prefix_caching = prefix_caching
         self.needs = needs
-        self.most_drafts, self.adaptive = most_drafts, adaptive
+        self.most_drafts, self.adaptive, self.chunk_limit = most_drafts, adaptive, chunk_limit
         self.pauses_beside_prompts = False
         """Whether no drafts are made that would be verified beside rows of prompts."""
         self.waiting: deque[Request] = deque()
@@ -71,6 +73,7 @@ class Scheduler:
         self._admitted: dict[int, Request] = {}  # by number of admission
         self._numbers = itertools.count()
         self._free_slots = list(reversed(range(max_requests)))
+        self._chunk_rows = max_rows  # of prompts that the plan in the making has left
         self._copies: list[tuple[int, int]] = []
         self._admissions: list[Admission] = []
 
@@ -95,7 +98,9 @@ class Scheduler:
         """
         items: list[PlanItem] = []
         self._copies, self._admissions = [], []
-        budget = self.max_rows
+        budget, self._chunk_rows = self.max_rows, self.max_rows
+        if self.chunk_limit is not None and any(len(r.token_ids) - r.num_computed_tokens == 1 for r in self.running):
+            self._chunk_rows = self.chunk_limit.rows
         preempted = self.stats.preemptions
         index = 0
         while index < len(self.running) and budget > 0:
@@ -105,7 +110,7 @@ class Scheduler:
                 index += 1
                 if item is not None:
                     items.append(item)
-                    budget -= item.num_rows
+                    budget -= self._rows_of(item)
             elif ahead:
                 return None
             elif item.num_drafts:
@@ -162,7 +167,12 @@ class Scheduler:
             if request.num_preemptions == 0:
                 request.num_cached_tokens = item.start
             items.append(item)
-            budget -= item.num_rows
+            budget -= self._rows_of(item)
+
+    def _rows_of(self, item: PlanItem) -> int:
+        """What an item takes of the budget."""
+        self._chunk_rows -= item.num_rows if is_chunk(item) else 0
+        return item.num_rows
 
     def _admission(self, request: Request, place: SlotState) -> Admission:
         return Admission(
@@ -179,7 +189,7 @@ class Scheduler:
         )
 
     def _plan_rows(self, request: Request, budget: int) -> PlanItem | None:
-        """The next rows of a request, none where the step under way surely ends it.
+        """The next rows of a request, none where the step under way surely ends it or no rows of prompts are left.
 
         While a step is under way its drafts all count as kept, and those that it makes as made.
         """
@@ -197,6 +207,10 @@ class Scheduler:
             return None
         if not place.under_way:
             del request.drafts[drafts:]
+        if length - start > 1:
+            budget = min(budget, self._chunk_rows)
+        if budget < 1:
+            return None
         num_rows = min(length - start + drafts, budget)
         num_drafts = max(num_rows - (length - start), 0)
         samples = start + num_rows - num_drafts >= length
