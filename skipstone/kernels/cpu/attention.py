@@ -8,6 +8,7 @@ query heads that share the KV head. Nothing here depends on other rows.
 
 from __future__ import annotations
 
+import numba
 import numpy as np
 import torch
 from torch import Tensor
@@ -16,6 +17,54 @@ from skipstone.core.batch import Span
 from skipstone.kernels.cpu.jit import F32, array, exp, kept, kernel, result
 
 LOWEST = F32(np.finfo(np.float32).min)
+
+
+part = numba.njit(fastmath={"contract", "nsz", "reassoc"}, error_model="numpy")
+
+
+@part
+def _score(query, keys, scores, place):
+    """scores[g, place + j] = query[g] . keys[j], four heads at a time where there are so many."""
+    group, width = query.shape
+    for j in range(len(keys)):
+        whole = group - group % 4
+        for g in range(0, whole, 4):
+            a = b = c = d = F32(0)
+            for i in range(width):
+                key = keys[j, i]
+                a += query[g, i] * key
+                b += query[g + 1, i] * key
+                c += query[g + 2, i] * key
+                d += query[g + 3, i] * key
+            scores[g, place + j], scores[g + 1, place + j] = a, b
+            scores[g + 2, place + j], scores[g + 3, place + j] = c, d
+        for g in range(whole, group):
+            a = F32(0)
+            for i in range(width):
+                a += query[g, i] * keys[j, i]
+            scores[g, place + j] = a
+
+
+@part
+def _weigh(scores, place, values, width, total):
+    """Add scores[g, place + j] * values[j] to total[g], four keys at a time."""
+    count = len(values)
+    whole = count - count % 4
+    for j in range(0, whole, 4):
+        for g in range(len(total)):
+            a, b, c, d = (
+                scores[g, place + j],
+                scores[g, place + j + 1],
+                scores[g, place + j + 2],
+                scores[g, place + j + 3],
+            )
+            for i in range(width):
+                total[g, i] += a * values[j, i] + b * values[j + 1, i] + c * values[j + 2, i] + d * values[j + 3, i]
+    for j in range(whole, count):
+        for g in range(len(total)):
+            a = scores[g, place + j]
+            for i in range(width):
+                total[g, i] += a * values[j, i]
 
 
 @kernel("(float32[:, ::1], int64)", reassociate=True)
@@ -63,13 +112,9 @@ def _attend(q, k_cache, v_cache, indices, unit, positions, table, scale, out):
                 if first < 0:
                     break
                 block, offset = table[request, first // block_size], first % block_size
-                for j in range(min(unit, position + 1 - first)):
-                    for g in range(group):
-                        score = F32(0)
-                        for d in range(width):
-                            score += query[g, d] * k_cache[block, head, offset + j, d]
-                        scores[g, count] = score
-                    count += 1
+                seen = min(unit, position + 1 - first)
+                _score(query, k_cache[block, head, offset : offset + seen], scores, count)
+                count += seen
             total[:] = F32(0)
             if count:
                 _softmax(scores, count)
@@ -79,12 +124,9 @@ def _attend(q, k_cache, v_cache, indices, unit, positions, table, scale, out):
                 if first < 0:
                     break
                 block, offset = table[request, first // block_size], first % block_size
-                for j in range(min(unit, position + 1 - first)):
-                    for g in range(group):
-                        weight = scores[g, count]
-                        for d in range(value_width):
-                            total[g, d] += weight * v_cache[block, head, offset + j, d]
-                    count += 1
+                seen = min(unit, position + 1 - first)
+                _weigh(scores, count, v_cache[block, head, offset : offset + seen], value_width, total)
+                count += seen
             for g in range(group):
                 for d in range(value_width):
                     out[t, head * group + g, d] = total[g, d]
