@@ -306,7 +306,8 @@ class TestEndTokenWithAText:
                     break
 
     @pytest.fixture(scope="class")
-    def folder(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    @classmethod
+    def folder(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder = tmp_path_factory.mktemp("ends") / "quote"
         shutil.copytree(DEMO, folder, copy_function=lambda a, b: Path(b).symlink_to(a))
         (folder / "generation_config.json").unlink()

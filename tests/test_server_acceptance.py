@@ -186,7 +186,8 @@ def everything(spec: str) -> dict[str, Any]:
 
 class TestCalls:
     @pytest.fixture(scope="class")
-    def plain(self) -> dict[str, Any]:
+    @classmethod
+    def plain(cls) -> dict[str, Any]:
         """Without drafts."""
         return everything("off")
 
@@ -230,7 +231,8 @@ def start(*arguments: str) -> subprocess.Popen[str]:
 
 class TestEnds:
     @pytest.fixture(scope="class")
-    def taken(self) -> Iterator[int]:
+    @classmethod
+    def taken(cls) -> Iterator[int]:
         with socket.create_server(("127.0.0.1", 0)) as other:
             yield other.getsockname()[1]
 

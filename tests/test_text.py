@@ -320,7 +320,7 @@ IDS = st.lists(st.integers(0, 319), max_size=16)
 CUTS = st.sets(st.integers(0, 40), max_size=12)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(data=st.data(), prompt=TEXT, noise=IDS, cuts=CUTS, skip=st.booleans(), include=st.booleans())
 def test_stream_equals_the_whole_text(
     tokenizer: Tokenizer, data: st.DataObject, prompt: str, noise: list[int], cuts: set[int], skip: bool, include: bool
@@ -343,7 +343,7 @@ def test_stream_equals_the_whole_text(
         assert stream.push([5]) == stream.finish() == ""
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(prompt=TEXT, cuts=CUTS)
 def test_stream_of_a_tokenizer_that_strips_the_first_space(
     fallback_tokenizer: Tokenizer, prompt: str, cuts: set[int]
@@ -355,7 +355,7 @@ def test_stream_of_a_tokenizer_that_strips_the_first_space(
     assert "the" + text == fallback_tokenizer.decode(before + token_ids)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(token_ids=st.lists(st.integers(0, 264), max_size=20), cuts=CUTS)
 def test_invalid_bytes_never_break_a_stream(
     fallback_tokenizer: Tokenizer, token_ids: list[int], cuts: set[int]
@@ -365,7 +365,7 @@ def test_invalid_bytes_never_break_a_stream(
     assert stream.num_tokens == len(token_ids)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(prompt=TEXT, stop=st.lists(st.sampled_from(["the stone", "stop", "e漢", "ab"]), max_size=3))
 def test_only_what_may_begin_a_stop_string_is_held(tokenizer: Tokenizer, prompt: str, stop: list[str]) -> None:
     prompt = prompt.replace("\ufffd", "")

@@ -69,7 +69,7 @@ def joined(tokenizer: Tokenizer, token_ids: list[int]) -> bytes:
     return b"".join(map(tokenizer.token_bytes, token_ids))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(prompt=TEXT, cuts=CUTS)
 def test_a_text_goes_on_where_its_prompt_ends(one: Tokenizer, prompt: str, cuts: set[int]) -> None:
     """The library's decoding of both together is the oracle: spaces, and characters of several tokens."""
@@ -90,7 +90,7 @@ def test_every_byte_is_told(one: Tokenizer) -> None:
 BYTES = st.lists(st.one_of(st.integers(0, 255), st.integers(0x80, 0xF8)), max_size=24)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(content=BYTES)
 def test_bytes_are_decided_as_soon_as_they_can_be(one: Tokenizer, content: list[int]) -> None:
     """At most three bytes, which may still become one character, are held back."""
@@ -189,7 +189,7 @@ def test_min_tokens_count_hidden_ones(tokenizer: Tokenizer) -> None:
 SYMBOLS = ["a", "b", "<|bos|>", "<|turn|>"]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     written=st.lists(st.sampled_from(SYMBOLS), max_size=12),
     stops=st.lists(st.lists(st.sampled_from(SYMBOLS), min_size=1, max_size=4), min_size=1, max_size=3),
@@ -214,7 +214,7 @@ def test_any_stop_strings_with_hidden_tokens(
     assert (text, stream.num_tokens, stream.stopped_by is not None) == (expected, count, bool(found))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(text=st.one_of(TEXT, st.lists(st.sampled_from([*PIECES, "<s>", "e\u0301"]), max_size=8).map("".join)))
 def test_places_of_a_prompts_tokens(one: Tokenizer, text: str) -> None:
     """The oracle counts the characters of what stands before each token, its own first byte included."""
