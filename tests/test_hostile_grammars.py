@@ -15,7 +15,8 @@ from typing import Any
 
 import openai
 import pytest
-from serving import LONG, Serving, serving, wait_for
+from serving import LONG, Serving, serving
+from waiting import wait_for
 
 from skipstone import LLM, SamplingParams
 from skipstone.cli import main as cli
