@@ -46,7 +46,7 @@ def run_schemathesis(server: Serving, phases: str, cases: int) -> int:
     options += [f"--max-examples={cases}", "--exclude-checks=positive_data_acceptance"]
     options += [f"--request-timeout={PATIENCE_S}", "--suppress-health-check=too_slow"]
     command = [sys.executable, "-m", "schemathesis.cli", "run", server.url + "/openapi.json", *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=4 * PATIENCE_S)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     counted = re.search(r"(\d+) generated", done.stdout)
     assert counted is not None, done.stdout[-2000:]
