@@ -5,8 +5,10 @@ One thread, so that tests do not compete; draws, free memory and generated examp
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import random
+import resource
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -19,7 +21,7 @@ from oracles.tiny import TINY, Tiny, write_folder
 
 from skipstone.kernels.ops import load_ops
 
-MEMORY_KB = 16 << 20
+MEMORY_KB, MUCH_MEMORY = 16 << 20, 128 << 20
 
 torch.set_num_threads(1)
 settings.register_profile(
@@ -32,6 +34,24 @@ def pytest_configure(config: pytest.Config) -> None:
     """Compile the CPU kernels before several processes would do so at once, and with the notice that it happens."""
     if not hasattr(config, "workerinput") and importlib.util.find_spec("numba"):
         load_ops("numba")
+
+
+def pytest_collection_finish() -> None:
+    """What is there stays, so that looking for garbage takes milliseconds."""
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _garbage() -> Iterator[None]:
+    """Engines in cycles go when they have taken much memory; Python counts objects, however large they are."""
+    before = _resident()
+    yield
+    if _resident() - before > MUCH_MEMORY:
+        gc.collect()
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 @pytest.fixture(scope="session")
