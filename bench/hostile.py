@@ -91,7 +91,7 @@ async def keep_silent(host: str, port: int, most: int, until: float) -> int:
               b"content-type: application/json\r\ncontent-length: 100\r\n\r\n{"]  # fmt: skip
     held: list[tuple[float, asyncio.StreamWriter]] = []
     opened = 0
-    while time.monotonic() < until:
+    while time.monotonic() < until or opened < most:
         for _ in range(AT_ONCE):
             with contextlib.suppress(OSError):
                 _, writer = await asyncio.open_connection(host, port)

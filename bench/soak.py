@@ -17,6 +17,7 @@ import argparse
 import asyncio
 import collections
 import contextlib
+import functools
 import json
 import os
 import random
@@ -28,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ KEY, OTHER_KEY = {"authorization": "Bearer mine"}, {"authorization": "Bearer oth
 FILES = 256  # descriptors of the server
 SILENT = 400  # connections that say nothing
 SLOWEST_HEALTH_S = 0.5  # for an answer while the server works for at least half of it; other programs do not count
+PATIENCE_S = 300  # for anything that must happen, on a busy machine too
 LONGEST_PROMPT = 1200  # characters
 LARGEST_GROWTH = 0.03  # of the median memory, from the middle third of the run to the last
 SHORTEST_RUN_S = 120.0  # for growth to be judged, and preemption to be missed
@@ -59,6 +61,7 @@ BAD_BODIES: list[tuple[bytes, int]] = [
     (b'{"prompt": "a", "max_tokens": "many"}', 400), (b'{"prompt": "a", "model": "other"}', 404),
     (b'{"prompt": [99999999]}', 400), (b'{"prompt": "a", "speculation": {"k": 999}}', 400),
 ]  # fmt: skip
+Action = Callable[[], Awaitable[None]]
 Hostile = dict[str, tuple[str, bytes, tuple[int, ...]]]  # name -> address, body, statuses
 CUT_OFF = (httpx.ConnectError, httpx.ReadError, httpx.RemoteProtocolError, httpx.WriteError)
 
@@ -123,7 +126,7 @@ class Server:
         return found
 
     def _wait_ready(self) -> str:
-        end = time.monotonic() + 120
+        end = time.monotonic() + PATIENCE_S
         while time.monotonic() < end and self.process.poll() is None:
             found = re.search(r'"event": "ready", "url": "([^"]+)"', Path(self.log.name).read_text())
             if found:
@@ -140,7 +143,7 @@ class Server:
     def metrics(self) -> dict[str, float]:
         """Every sample of /metrics: name, with the labels that are its own -> value."""
         found = {}
-        for line in httpx.get(self.url + "/metrics", timeout=60, headers=KEY).text.splitlines():
+        for line in httpx.get(self.url + "/metrics", timeout=PATIENCE_S, headers=KEY).text.splitlines():
             if not line.startswith("#"):
                 name, value = line.rsplit(" ", 1)
                 found[re.sub(r'(model_name|engine)="[^"]*",?', "", name).replace(",}", "}").replace("{}", "")] = float(
@@ -162,12 +165,14 @@ class Load:
         self.counts: collections.Counter[str] = collections.Counter()
         self.wrong: list[str] = []
         self.stopping = False  # the server is: refusals and closed connections are as they should be
+        self.until = 0.0
 
     async def run(self, clients: int, until: float, watch: Any = None) -> None:
         """All clients at once until that time; `watch` is called every half second."""
+        self.until = until
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        async with httpx.AsyncClient(base_url=self.url, timeout=120, limits=limits, headers=KEY) as http:
-            tasks = [asyncio.create_task(Client(self, http, number, clients, until).run()) for number in range(clients)]
+        async with httpx.AsyncClient(base_url=self.url, timeout=PATIENCE_S, limits=limits, headers=KEY) as http:
+            tasks = [asyncio.create_task(Client(self, http, number, clients).run()) for number in range(clients)]
             while not all(task.done() for task in tasks):
                 if watch is not None:
                     watch()
@@ -178,27 +183,33 @@ class Load:
 class Client:
     """One after the other, requests of every kind."""
 
-    def __init__(self, load: Load, http: httpx.AsyncClient, number: int, clients: int, until: float) -> None:
-        self.load, self.http, self.until = load, http, until
-        self.draw = random.Random(f"{load.seed} {number} {until}")
-        names = [] if load.counts else list(load.hostile)  # so that even a short run sends them all
-        self.first = names[number::clients]
+    def __init__(self, load: Load, http: httpx.AsyncClient, number: int, clients: int) -> None:
+        self.load, self.http = load, http
+        self.draw = random.Random(f"{load.seed} {number} {sum(load.counts.values()) > 0}")
+        self.ordinary = [
+            self._whole, self._stream, self._leave_stream, self._leave, self._bad, self._too_long, self._look,
+        ]  # fmt: skip
+        self.first: list[Action] = []
+        if not load.counts:  # so that even a short run does everything
+            self.first = [functools.partial(self._hostile, name) for name in list(load.hostile)[number::clients]]
+            self.first += [*self.ordinary, self._others][number::clients]
         self.late = False  # whether the server was already ending when the request was sent
 
     async def run(self) -> None:
         """Go on until the time is over."""
-        ordinary = [self._whole, self._stream, self._leave_stream, self._leave, self._bad, self._too_long, self._look]
-        actions = [*ordinary, self._hostile, self._others]
-        while time.monotonic() < self.until:
+        actions: list[Action] = [*self.ordinary, self._hostile, self._others]
+        while time.monotonic() < self.load.until or self.first:
             if self.first and self.draw.random() < 0.5:
-                await self._hostile(self.first.pop())
+                await self.first.pop()()
                 continue
             (action,) = self.draw.choices(actions, weights=[26, 26, 14, 8, 10, 8, 8, 6, 3])
             self.late = self.load.stopping
             try:
                 await action()
             except CUT_OFF as error:
-                self._note("no connection", self.late, repr(error))
+                # An ending server waits for texts, and hardly for a body that takes long to read.
+                unread = self.load.stopping and action == self._hostile
+                self._note("no connection", self.late or unread, repr(error))
                 await asyncio.sleep(0.2)
 
     def _note(self, outcome: str, right: bool, detail: str) -> None:
@@ -316,8 +327,8 @@ def growth(memory: list[float], of: Callable[[list[float]], float]) -> float:
 
 
 def wait_idle(server: Server) -> dict[str, float]:
-    """The metrics once nothing runs, or after half a minute."""
-    for _ in range(60):
+    """The metrics once nothing runs, or after a long time."""
+    for _ in range(2 * PATIENCE_S):
         metrics = server.metrics()
         if metrics["vllm:num_requests_running"] == metrics["vllm:num_requests_waiting"] == 0:
             break
@@ -338,11 +349,14 @@ async def terminate(server: Server, load: Load, clients: int) -> int:
     def signal_once() -> None:
         if not load.stopping and time.monotonic() > began + 2 and sum(load.counts.values()) > before + clients:
             load.stopping = True
+            load.until = time.monotonic() + 8
             server.process.send_signal(signal.SIGTERM)
+        if server.process.poll() is not None:  # nothing more can go wrong
+            load.until = 0.0
 
     began, before = time.monotonic(), sum(load.counts.values())
-    await load.run(clients, began + 10, signal_once)
-    return server.process.wait(60)
+    await load.run(clients, began + PATIENCE_S, signal_once)
+    return server.process.wait(PATIENCE_S)
 
 
 def main() -> int:
@@ -354,8 +368,11 @@ def main() -> int:
     parser.add_argument("--texts", type=int, default=48)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-grammars", action="store_true", help="leave out the grammars that are hard to compile")
+    text = f"seconds that an answer may take while the server works for half of it [{SLOWEST_HEALTH_S}]"
+    parser.add_argument("--slowest-health", type=float, default=SLOWEST_HEALTH_S, metavar="SECONDS", help=text)
     parser.add_argument("--online", type=int, metavar="M", help="the server recomputes one of M verify steps")
     args = parser.parse_args()
+    slowest = args.slowest_health
     texts = make_texts(args.texts, random.Random(args.seed))
     write_expected(args.model, texts)
     server = Server(args.model, args.online)
@@ -381,7 +398,7 @@ def main() -> int:
         "generated_tokens": metrics["vllm:generation_tokens_total"],
         "tokens_per_verify_step": round(metrics["skipstone_acceptance_length"], 3),
         "silent_connections": silent, "health_answers": len(health), "slowest_health_s": round(max(health)[0], 3),
-        "late_health_answers": sum(wall > SLOWEST_HEALTH_S and busy > SLOWEST_HEALTH_S / 2 for wall, busy in health),
+        "late_health_answers": sum(wall > slowest and busy > slowest / 2 for wall, busy in health),
         "memory_mb": [round(memory[0], 1), round(max(memory), 1), round(memory[-1], 1)],
         "memory_growth": round(growth(memory, statistics.median), 4),
         "peak_growth": round(growth(memory, max), 4),  # of single large bodies: not judged

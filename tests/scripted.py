@@ -11,7 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from waiting import PATIENCE_S
+
 Script = list[tuple[float, str]]  # seconds to wait, then what to send
+HELD = float("inf")  # instead of seconds: until as many answers are open as `wanted`
 
 
 def event(**fields: Any) -> str:
@@ -38,6 +41,8 @@ class Scripted:
     times: list[float] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
     keys: list[str | None] = field(default_factory=list)
+    all_open: asyncio.Event = field(default_factory=asyncio.Event)
+    wanted: int = 0
     open: int = 0
     most_open: int = 0
 
@@ -66,9 +71,11 @@ class Scripted:
             return
         self.open += 1
         self.most_open = max(self.open, self.most_open)
+        if self.most_open >= self.wanted:
+            self.all_open.set()
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
         for wait, text in script:
-            await asyncio.sleep(wait)
+            await (self.all_open.wait() if wait == HELD else asyncio.sleep(wait))
             writer.write(f"{len(text.encode()):x}\r\n{text}\r\n".encode())
         self.open -= 1
         writer.write(b"0\r\n\r\n")
@@ -79,9 +86,9 @@ class Scripted:
 
 
 @contextmanager
-def scripted(*scripts: Script | int) -> Iterator[Scripted]:
+def scripted(*scripts: Script | int, wanted: int = 0) -> Iterator[Scripted]:
     """The server on a free port, on a thread of its own."""
-    server, ready, end = Scripted(list(scripts)), threading.Event(), asyncio.Event()
+    server, ready, end = Scripted(list(scripts), wanted=wanted), threading.Event(), asyncio.Event()
     loops: list[asyncio.AbstractEventLoop] = []
 
     async def main() -> None:
@@ -93,9 +100,9 @@ def scripted(*scripts: Script | int) -> Iterator[Scripted]:
 
     thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
     thread.start()
-    assert ready.wait(10)
+    assert ready.wait(PATIENCE_S)
     try:
         yield server
     finally:
         loops[0].call_soon_threadsafe(end.set)
-        thread.join(10)
+        thread.join(PATIENCE_S)

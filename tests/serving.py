@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import httpx
 import openai
 import uvicorn
+from waiting import PATIENCE_S, wait_for
 
 from skipstone import LLM
 from skipstone.server.config import ServerConfig
@@ -38,13 +38,15 @@ class Serving:
         return openai.AsyncOpenAI(base_url=self.url + "/v1", **{"api_key": "none", "max_retries": 0} | options)
 
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, timeout=60, **options)
+        return httpx.post(self.url + path, json=body, timeout=PATIENCE_S, **options)
 
     def post_text(self, path: str, body: str) -> httpx.Response:
-        return httpx.post(self.url + path, content=body, headers={"content-type": "application/json"}, timeout=60)
+        return httpx.post(
+            self.url + path, content=body, headers={"content-type": "application/json"}, timeout=PATIENCE_S
+        )
 
     def get(self, path: str, **options: Any) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=60, **options)
+        return httpx.get(self.url + path, timeout=PATIENCE_S, **options)
 
     @property
     def idle(self) -> bool:
@@ -70,11 +72,3 @@ def serving(model: str = "demo", server: dict[str, Any] | None = None, **engine:
         http.should_exit = True
         service.engine.stop()
         thread.join()
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 30) -> None:
-    """Wait until it holds; fail when it does not come to hold."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.005)

@@ -7,16 +7,19 @@ import json
 import math
 import random
 import re
+import socket
 import statistics
 import xml.etree.ElementTree
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from scripted import DONE, Scripted, answer, event, scripted
-from serving import serving, wait_for
+from scripted import DONE, HELD, Scripted, answer, event, scripted
+from serving import serving
+from waiting import PATIENCE_S, below, wait_for
 
 from skipstone.cli import main as cli
 from skipstone.cli.prompts import Prompt
@@ -26,29 +29,42 @@ from skipstone.tools.bench.load_run import Load, due_times, run_load
 from skipstone.tools.bench.load_stats import METRICS, meets, parse_goals, percentile, summarize
 
 DEMO = Path(__file__).resolve().parent.parent / "checkpoints" / "demo"
-SLACK_S = 0.15  # what a busy machine may add to a wait
+SLACK_S = 0.15  # by which a time may differ where no other program disturbs it
 
 
 def load(server: Scripted, **options: Any) -> Load:
     prompts = [Prompt(f"{i}", f"{i}", text=f"text {i}") for i in range(5)]
-    usual: dict[str, Any] = {"key": None, "model": "m", "requests": 5, "seed": 3, "most_at_once": None, "timeout": 20.0}
-    return Load(url=server.url, prompts=prompts, fields={}, **usual | options)
+    usual: dict[str, Any] = {"key": None, "model": "m", "requests": 5, "seed": 3, "most_at_once": None}
+    return Load(url=server.url, prompts=prompts, fields={}, timeout=PATIENCE_S, **usual | options)
 
 
 def run(server: Scripted, rate: float, turn: int = 0, **options: Any) -> list[Sample]:
     return asyncio.run(run_load(load(server, **options), rate, turn, lambda: None))[0]
 
 
+@contextmanager
+def nobody() -> Iterator[str]:
+    """An address where nobody listens, nor can."""
+    with socket.socket() as place:
+        place.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{place.getsockname()[1]}"
+
+
 class TestClient:
     def test_times_are_those_of_the_script(self) -> None:
-        with scripted(answer(first=0.3, gap=0.1, events=5)) as server:
-            samples = run(server, math.inf)
-        for sample in samples:
-            assert sample.error is None and (sample.prompt_tokens, sample.output_tokens) == (7, 15)
-            assert 0.3 <= sample.first < 0.3 + SLACK_S
-            assert len(sample.gaps) == 4 and sum(sample.gaps) >= 0.39
-            assert sample.seconds == sample.arrivals[-1] and 0.69 <= sample.seconds < 0.7 + 3 * SLACK_S
-            assert sample.per_token == pytest.approx((sample.seconds - sample.first) / 14)
+        def error() -> float:
+            with scripted(answer(first=0.3, gap=0.1, events=5)) as server:
+                samples = run(server, math.inf)
+            errors = []
+            for sample in samples:
+                assert sample.error is None and (sample.prompt_tokens, sample.output_tokens) == (7, 15)
+                assert sample.first >= 0.3 and len(sample.gaps) == 4
+                assert sample.seconds == sample.arrivals[-1] >= 0.69
+                assert sample.per_token == pytest.approx((sample.seconds - sample.first) / 14)
+                errors += [sample.first - 0.3, abs(sum(sample.gaps) - 0.4), (sample.seconds - 0.7) / 3]
+            return max(errors)
+
+        below(SLACK_S, error)
 
     def test_an_event_that_only_names_the_role_is_no_token(self) -> None:
         deltas = [{"role": "assistant", "content": ""}, {"content": "a"}, {"content": ""}, {}]
@@ -72,10 +88,8 @@ class TestClient:
             assert (error is None) == (words is None) and (words or "") in (error or ""), errors
 
     def test_nobody_listens(self) -> None:
-        with scripted(answer(0, 0, 1)) as server:
-            pass
-        server.url = "http://127.0.0.1:9"
-        (sample,) = run(server, math.inf, requests=1)
+        with nobody() as url:
+            (sample,) = run(Scripted([], url=url), math.inf, requests=1)
         assert sample.error is not None and "ConnectError" in sample.error
 
 
@@ -88,20 +102,29 @@ class TestArrivals:
         assert due_times(math.inf, 3, 1) == [0.0, 0.0, 0.0]
 
     def test_nothing_waits_for_earlier_answers(self) -> None:
-        with scripted(answer(first=1.0, gap=0, events=1)) as server:
-            samples = run(server, 20.0)
+        """None is answered before the last has come."""
         due = due_times(20.0, 5, 3)
-        assert due[-1] < 0.8 and server.most_open == 5
-        for sample, wanted, came in zip(samples, due, server.times, strict=True):
-            assert sample.due == wanted and 0 <= sample.sent - wanted < SLACK_S
-            assert came - server.times[0] == pytest.approx(wanted, abs=SLACK_S)
+
+        def error() -> float:
+            with scripted([(HELD, ": all are here\n\n"), *answer(0, 0, 1)], wanted=5) as server:
+                samples = run(server, 20.0)
+            errors = []
+            for sample, wanted, came in zip(samples, due, server.times, strict=True):
+                assert sample.error is None and sample.due == wanted <= sample.sent
+                errors += [sample.sent - wanted, abs(came - server.times[0] - wanted)]
+            return max(errors)
+
+        below(SLACK_S, error)
 
     def test_a_cap_makes_them_wait_and_says_so(self) -> None:
-        with scripted(answer(first=0.2, gap=0, events=1)) as server:
-            samples = run(server, math.inf, most_at_once=2)
-        assert server.most_open == 2
-        assert all(0.2 <= sample.first < 0.2 + SLACK_S for sample in samples)  # from sending, not from when it was due
-        assert summarize(samples, 1.0, math.inf, {})["max_wait_ms"] >= 390
+        def error() -> float:
+            with scripted([(HELD, ": two are here\n\n"), *answer(first=0.2, gap=0, events=1)], wanted=2) as server:
+                samples = run(server, math.inf, most_at_once=2)
+            assert server.most_open == 2 and all(sample.first >= 0.2 for sample in samples)
+            assert summarize(samples, 1.0, math.inf, {})["max_wait_ms"] >= 390
+            return max(sample.first for sample in samples) - 0.2  # from sending, not from when it was due
+
+        below(SLACK_S, error)
 
     def test_prompts_come_in_turn_with_seeds_of_their_own(self) -> None:
         with scripted(answer(0, 0, 1)) as server:
@@ -235,13 +258,17 @@ class TestCommand:
             (["--body", "[]"], "--body [] must be a JSON object"),
             (["--html", "/nowhere/page.html"], "--html /nowhere/page.html"),
             (["--prompts", "/nowhere.txt"], "--prompts /nowhere.txt cannot be read"),
-            (["--url", "http://127.0.0.1:9"], "url=http://127.0.0.1:9 cannot be used"),
         ],
     )
     def test_errors(self, command: Run, options: list[str], words: str) -> None:
         with scripted(400) as server:
             code, _, err = command("--url", server.url, *options)
         assert code == 2 and words in err and not server.bodies
+
+    def test_without_a_server(self, command: Run) -> None:
+        with nobody() as url:
+            code, _, err = command("--url", url)
+        assert code == 2 and f"url={url} cannot be used" in err
 
     def test_a_server_that_refuses_ends_it_at_once(self, command: Run) -> None:
         with scripted(400) as server:

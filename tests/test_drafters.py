@@ -206,7 +206,8 @@ class TestEnds:
         assert llm.stats()["output_tokens"] == length
 
     @pytest.fixture(scope="class")
-    def text(self, folders: Folders) -> list[int]:
+    @classmethod
+    def text(cls, folders: Folders) -> list[int]:
         job = (tokens(20, 2), SamplingParams(temperature=3.0, seed=5, max_tokens=30, ignore_eos=True))
         (text,) = folders.plain("m3", [job]).texts.values()
         assert len(set(text[:14])) == 14, "the ends below need tokens that occur once"
@@ -474,7 +475,8 @@ class TestSensitivity:
     K = 3
 
     @pytest.fixture(scope="class")
-    def prompts(self) -> list[str]:
+    @classmethod
+    def prompts(cls) -> list[str]:
         lines = shipped_prompts().read_text().splitlines()
         return [json.loads(line)["prompt"] for line in lines[:40:10]]
 

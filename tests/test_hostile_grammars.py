@@ -6,16 +6,19 @@ import itertools
 import json
 import random
 import shutil
+import statistics
 import string
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from serving import LONG, Serving, serving, wait_for
+from serving import LONG, Serving, serving
+from waiting import below, slowness, wait_for
 
 from skipstone import LLM, SamplingParams
 from skipstone.cli import main as cli
@@ -142,13 +145,21 @@ def test_what_a_job_holds_is_not_made_again(compiler: GrammarCompiler, monkeypat
 
 def test_an_ordinary_schema_takes_milliseconds(compiler: GrammarCompiler) -> None:
     """Processor time of this process; the trial takes as long again."""
-    times = []
-    for i in range(12):
-        schema = {"type": "object", "properties": {f"k{i}": {"type": "string"}, "n": {"type": "integer"}}}
-        begun = time.process_time()
-        compiler.compile(SamplingParams(json_schema=json.dumps(schema)))
-        times.append(time.process_time() - begun)
-    assert sorted(times)[len(times) // 2] < 0.02
+    names = itertools.count()
+
+    def median() -> float:
+        times = []
+        for _ in range(12):
+            schema = {
+                "type": "object",
+                "properties": {f"k{next(names)}": {"type": "string"}, "n": {"type": "integer"}},
+            }
+            begun = time.process_time()
+            compiler.compile(SamplingParams(json_schema=json.dumps(schema)))
+            times.append(time.process_time() - begun)
+        return statistics.median(times)
+
+    below(0.02, median)
 
 
 def test_a_costly_token_ends_its_own_text() -> None:
@@ -172,7 +183,7 @@ def test_a_costly_token_ends_its_own_text() -> None:
     assert choice.finish_reason == "abort" and set(choice.text) <= {"x"}
     assert choice.error is not None and "its grammar was given up" in choice.error and "2 ms" in choice.error
     assert other.outputs[0].text == llm.generate("def read(", free, progress=False)[0].outputs[0].text
-    assert max(steps[2:]) < 0.3
+    assert max(steps[2:]) < 0.3 * slowness()
 
 
 @pytest.fixture(scope="module")
@@ -200,42 +211,52 @@ HOSTILE = (
 )
 
 
+def ask_for_hostile_grammars(server: Serving) -> None:
+    for name in HOSTILE:
+        kind, value, why = CASES[name]
+        answer = server.post("/v1/completions", {"prompt": "a", "max_tokens": 4} | body(kind, value))
+        assert answer.status_code == (400 if why else 200), (name, answer.text)
+        assert server.get("/health").status_code == 200
+    for depth in (40, 300):
+        tool = {"type": "function", "function": {"name": "f", "parameters": json.loads(nested("{}", depth))}}
+        tool["function"]["parameters"] = {"type": "object", "properties": {"a": tool["function"]["parameters"]}}
+        chat = {"messages": [{"role": "user", "content": "a"}], "tools": [tool], "tool_choice": "required"}
+        answer = server.post("/v1/chat/completions", chat | {"max_tokens": 4})
+        assert answer.status_code == (200 if depth == 40 else 400), answer.text
+
+
 def test_a_server_goes_on(server: Serving) -> None:
     """Whoever else writes gets the same text, and a token at least every half second."""
     client = server.client()
     options: dict[str, Any] = {"model": "demo", "prompt": "def read(", "temperature": 0, "max_tokens": 200}
     expected = client.completions.create(**options).choices[0].text
-    gaps: list[float] = []
-    wrong: list[str] = []
-    over = threading.Event()
 
-    def write() -> None:
-        while not over.is_set():
-            text, before = "", time.monotonic()
-            for event in client.completions.create(**options, stream=True):
-                text += event.choices[0].text
-                gaps.append(time.monotonic() - before)
-                before = time.monotonic()
-            wrong.extend([text] * (text != expected))
+    def longest_gap() -> float:
+        gaps, over = list[float](), threading.Event()
 
-    other = threading.Thread(target=write)
-    other.start()
-    try:
-        for name in HOSTILE:
-            kind, value, why = CASES[name]
-            answer = server.post("/v1/completions", {"prompt": "a", "max_tokens": 4} | body(kind, value))
-            assert answer.status_code == (400 if why else 200), (name, answer.text)
-            assert server.get("/health").status_code == 200
-        for depth in (40, 300):
-            tool = {"type": "function", "function": {"name": "f", "parameters": json.loads(nested("{}", depth))}}
-            tool["function"]["parameters"] = {"type": "object", "properties": {"a": tool["function"]["parameters"]}}
-            chat = {"messages": [{"role": "user", "content": "a"}], "tools": [tool], "tool_choice": "required"}
-            answer = server.post("/v1/chat/completions", chat | {"max_tokens": 4})
-            assert answer.status_code == (200 if depth == 40 else 400), answer.text
-    finally:
-        over.set()
-        other.join()
-    assert not wrong and max(gaps) < 0.5, max(gaps)
+        def write() -> str | None:
+            """The first text that is wrong."""
+            while not over.is_set():
+                text, before = "", time.monotonic()
+                for event in client.completions.create(**options, stream=True):
+                    text += event.choices[0].text
+                    gaps.append(time.monotonic() - before)
+                    before = time.monotonic()
+                if text != expected:
+                    return text
+            return None
+
+        server.service.llm._grammars._kept.clear()  # type: ignore[attr-defined]  # so that all are made again
+        with ThreadPoolExecutor(1) as pool:
+            wrong = pool.submit(write)
+            try:
+                ask_for_hostile_grammars(server)
+            finally:
+                over.set()
+            assert wrong.result() is None
+        return max(gaps)
+
+    below(0.5, longest_gap)
 
 
 @pytest.mark.parametrize("depth", [100, 900, 3_000, 100_000])
@@ -306,7 +327,8 @@ class TestEndTokenWithAText:
                     break
 
     @pytest.fixture(scope="class")
-    def folder(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    @classmethod
+    def folder(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder = tmp_path_factory.mktemp("ends") / "quote"
         shutil.copytree(DEMO, folder, copy_function=lambda a, b: Path(b).symlink_to(a))
         (folder / "generation_config.json").unlink()

@@ -156,7 +156,6 @@ def test_selection_by_bytes(by: str) -> None:
             assert request or 3 not in expected
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_triton_chooses_what_the_reference_chooses() -> None:
     """Sums in another order could turn a near tie; there is none among these."""
     pytest.importorskip("triton")

@@ -18,10 +18,9 @@ from skipstone.kernels.reference.fp8 import FP8, quantise, widen
 from skipstone.kernels.reference.index_rows import IndexCache, KeyNorm
 from skipstone.kernels.reference.pointwise import Rotary
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="the package triton is not installed"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's, about infinities and NaN
-]
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="the package triton is not installed"
+)
 
 BLOCKS, BLOCK_SIZE = 5, 8
 WEIGHT_SCALE = 0.3

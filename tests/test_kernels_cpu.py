@@ -27,10 +27,7 @@ from skipstone.registry import KERNELS
 from skipstone.tools.doctor.op_run import examine
 
 pytest.importorskip("numba")
-pytestmark = [
-    pytest.mark.skipif(DEVICE != "cpu", reason="kernels for CPUs"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's, about infinities and NaN
-]
+pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="kernels for CPUs")
 
 FLOAT = torch.float32
 CPU = torch.device("cpu")

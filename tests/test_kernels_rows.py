@@ -21,10 +21,9 @@ from skipstone.kernels.reference.pointwise import GatedActivation, Rotary
 from skipstone.layers.rotary import RotaryTable, rotary_table
 from skipstone.registry import KERNELS
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="the package triton is not installed"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's, about infinities and NaN
-]
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="the package triton is not installed"
+)
 
 FLOAT, HALF = torch.float32, torch.bfloat16
 DTYPES = [FLOAT, HALF]

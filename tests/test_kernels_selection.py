@@ -15,10 +15,9 @@ from torch import Tensor
 
 from skipstone.core.batch import PAD
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="the package triton is not installed"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's, about infinities and NaN
-]
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="the package triton is not installed"
+)
 
 
 class Shape(NamedTuple):

@@ -13,7 +13,6 @@ from skipstone.core.batch import PAD, SPARE_BLOCK, ZERO_BLOCK
 from skipstone.kernels.reference import decode as reference
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, about overflow of integers
 
 SIZE = 16
 

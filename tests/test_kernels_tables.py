@@ -14,7 +14,6 @@ from skipstone.kernels.reference import block_table as reference
 from skipstone.kernels.reference.block_table import PageTable
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, about infinities and NaN
 
 FLOAT, HALF = torch.float32, torch.bfloat16
 WILD = [-2, -128, -(2**31), 2**31 - 1, 2**25, 2**28, 1000]

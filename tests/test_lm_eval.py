@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from serving import serving
+from waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "checkpoints" / "demo"
@@ -74,7 +75,9 @@ def answers(tasks: Path, spec: str, out: Path) -> dict[str, Any]:
         command = [str(LM_EVAL), "--model", "local-completions", "--tasks", ",".join(TASKS), "--model_args", arguments]
         options = ["--include_path", str(tasks), "--output_path", str(out), "--log_samples"]
         home = {"HOME": str(out), "HF_HOME": str(out), "HF_HUB_OFFLINE": "1", "OPENAI_API_KEY": "none"}
-        done = subprocess.run([*command, *options], env=os.environ | home, capture_output=True, text=True, timeout=600)
+        done = subprocess.run(
+            [*command, *options], env=os.environ | home, capture_output=True, text=True, timeout=4 * PATIENCE_S
+        )
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     found: dict[str, Any] = {}
     for file in out.rglob("samples_*.jsonl"):

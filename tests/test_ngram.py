@@ -65,7 +65,7 @@ def test_worked_examples(token_ids: list[int], k: int, min_match: int, max_match
     assert looked_up(token_ids, k, min_match, max_match) == expected
 
 
-@settings(max_examples=600, deadline=None, derandomize=True, database=None)
+@settings(max_examples=600)
 @given(st.data())
 def test_any_text_over_a_small_alphabet(data: st.DataObject) -> None:
     letters = data.draw(st.integers(1, 3))
@@ -76,7 +76,7 @@ def test_any_text_over_a_small_alphabet(data: st.DataObject) -> None:
     assert looked_up(token_ids, k, min_match, max_match) == expected
 
 
-@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_any_text_made_of_repeated_pieces(data: st.DataObject) -> None:
     pieces = data.draw(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=7), min_size=1, max_size=3))
@@ -145,7 +145,7 @@ def test_predictions_of_requests_side_by_side() -> None:
 TOKENS = st.lists(st.integers(0, 2), max_size=8)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@settings(max_examples=300)
 @given(prompt=st.lists(st.integers(0, 2), min_size=1, max_size=8), output=TOKENS, prediction=TOKENS)
 def test_any_prediction(prompt: list[int], output: list[int], prediction: list[int]) -> None:
     tokens = prompt + output

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from serving import Serving, serving, wait_for
+from serving import Serving, serving
+from waiting import wait_for
 
 from skipstone import LLM
 from skipstone.core.plan import StepPlan

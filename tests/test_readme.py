@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from waiting import PATIENCE_S
 
 from skipstone.cli import main as cli
 
@@ -57,13 +58,13 @@ def served(command: list[str], environ: Mapping[str, str], folder: Path) -> Iter
     with open(folder / "log", "w") as log:
         server = subprocess.Popen(command, cwd=folder, env=environ, stdin=subprocess.DEVNULL, stderr=log)
     try:
-        end = time.monotonic() + 120
+        end = time.monotonic() + PATIENCE_S
         while not (found := re.search(r"try: curl (http://[^/]+)/", (folder / "log").read_text())):
             assert server.poll() is None and time.monotonic() < end, (folder / "log").read_text()
             time.sleep(0.05)
         yield found[1]
         server.send_signal(signal.SIGTERM)
-        assert server.wait(60) == 0
+        assert server.wait(PATIENCE_S) == 0
     finally:
         server.kill()
         server.wait()
@@ -104,7 +105,7 @@ def test_a_command(
 def test_a_command_of_the_shell(folder: Path) -> None:
     """By the name that stands on the page."""
     shutil.which("skipstone") or pytest.skip("this Python has no command skipstone")
-    done = subprocess.run(["bash", "-c", "skipstone --help"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", "-c", "skipstone --help"], capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0 and done.stdout.startswith("usage: skipstone")
 
 

@@ -480,7 +480,7 @@ NEEDS = [
 
 
 @given(data=st.data())
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100)
 def test_any_shape(data: st.DataObject) -> None:
     """Block sizes, pools, budgets and limits of all kinds, down to one row a step and one request at a time."""
     needs = data.draw(st.sampled_from(NEEDS))

@@ -71,7 +71,7 @@ def test_tokens(kind: str, budget: int, tokens: int) -> None:
     check_tokens(scores, positions, budget)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_blocks_any(data: st.DataObject) -> None:
     unit = data.draw(st.sampled_from([1, 3, 8]))
@@ -84,7 +84,7 @@ def test_blocks_any(data: st.DataObject) -> None:
     check_blocks(torch.tensor([[[scores]]]), torch.tensor([[position]]), unit, budget, init, local)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@settings(max_examples=100)
 @given(st.data())
 def test_tokens_any(data: st.DataObject) -> None:
     tokens = data.draw(st.integers(1, 9))

@@ -14,7 +14,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from serving import serving, wait_for
+from serving import LONG, serving
+from waiting import PATIENCE_S, wait_for
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests"
@@ -186,7 +186,8 @@ def everything(spec: str) -> dict[str, Any]:
 
 class TestCalls:
     @pytest.fixture(scope="class")
-    def plain(self) -> dict[str, Any]:
+    @classmethod
+    def plain(cls) -> dict[str, Any]:
         """Without drafts."""
         return everything("off")
 
@@ -230,14 +231,15 @@ def start(*arguments: str) -> subprocess.Popen[str]:
 
 class TestEnds:
     @pytest.fixture(scope="class")
-    def taken(self) -> Iterator[int]:
+    @classmethod
+    def taken(cls) -> Iterator[int]:
         with socket.create_server(("127.0.0.1", 0)) as other:
             yield other.getsockname()[1]
 
     def test_port_in_use(self, taken: int) -> None:
         """Found out before the model is loaded; the last line says what to do."""
         program = start("demo", "--port", str(taken))
-        _, errors = program.communicate(timeout=60)
+        _, errors = program.communicate(timeout=PATIENCE_S)
         assert program.returncode == 2
         assert f"port={taken}" in errors.splitlines()[-1] and "--port" in errors.splitlines()[-1]
         assert "loading" not in errors and "Traceback" not in errors
@@ -254,7 +256,7 @@ class TestEnds:
                 content = file.read_bytes()
                 target.write_bytes(content[: len(content) // 2] if file.suffix == ".safetensors" else content)
         program = start(str(folder), "--port", "0")
-        _, errors = program.communicate(timeout=60)
+        _, errors = program.communicate(timeout=PATIENCE_S)
         assert program.returncode != 0 and "Traceback" not in errors
         assert str(folder) in errors.splitlines()[-1]
 
@@ -268,21 +270,19 @@ class TestEnds:
         children = [int(pid) for pid in listed.stdout.split()]
         assert len(children) <= 1
         client = openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0)
-        stream = iter(client.completions.create(model="demo", prompt="a", max_tokens=3000, stream=True))
+        stream = iter(client.completions.create(model="demo", prompt="a", stream=True, **LONG))
         next(stream)
         program.send_signal(signal.SIGKILL)
         with pytest.raises((openai.APIError, httpx.HTTPError)):
             list(stream)
-        assert program.wait(10) == -signal.SIGKILL
-        port = int(url.rpartition(":")[2])
-        end = time.monotonic() + 10
-        while time.monotonic() < end:
+        assert program.wait(PATIENCE_S) == -signal.SIGKILL
+        address = ("127.0.0.1", int(url.rpartition(":")[2]))
+
+        def listens() -> bool:
             with socket.socket() as probe:
-                listens = probe.connect_ex(("127.0.0.1", port)) == 0
-            if not listens and not any(map(runs, children)):
-                return
-            time.sleep(0.05)
-        raise AssertionError("something still listens or runs")
+                return probe.connect_ex(address) == 0 and probe.getsockname() != address  # not with itself
+
+        wait_for(lambda: not listens() and not any(map(runs, children)))
 
 
 def runs(pid: int) -> bool:
@@ -304,7 +304,7 @@ def test_a_body_of_eight_megabytes() -> None:
             body += b"a" * (size - len(body) - len(end_of)) + end_of
             assert len(body) == size
             headers = {"content-type": "application/json"}
-            answer = httpx.post(server.url + "/v1/completions", content=body, headers=headers, timeout=120)
+            answer = httpx.post(server.url + "/v1/completions", content=body, headers=headers, timeout=PATIENCE_S)
             assert answer.status_code == status and len(answer.content) < 1000
         assert answer.json()["error"]["code"] == "body_too_large"
         assert contents(complete(max_tokens=1)(server.client()))

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from serving import Serving, serving, wait_for
+from serving import Serving, serving
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
+from waiting import PATIENCE_S, wait_for
 
 LETTERS = [chr(32 + i) for i in range(95)] + ["\n"]
 TEMPLATE = (
@@ -43,8 +44,9 @@ def run_schemathesis(server: Serving, phases: str, cases: int) -> int:
     """Send `cases` random requests to each address, and systematic ones; returns how many there were in all."""
     options = [f"--phases={phases}", "--generation-deterministic", "--no-color"]
     options += [f"--max-examples={cases}", "--exclude-checks=positive_data_acceptance"]
+    options += [f"--request-timeout={PATIENCE_S}", "--suppress-health-check=too_slow"]
     command = [sys.executable, "-m", "schemathesis.cli", "run", server.url + "/openapi.json", *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=4 * PATIENCE_S)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     counted = re.search(r"(\d+) generated", done.stdout)
     assert counted is not None, done.stdout[-2000:]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import re
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from serving import LONG, Serving, serving, wait_for
+from serving import LONG, Serving, serving
+from waiting import PATIENCE_S, wait_for
 
 from skipstone import LLM, SamplingParams
 
@@ -167,11 +167,12 @@ def test_text_asks_for_nothing(client: openai.OpenAI) -> None:
 def test_a_costly_grammar_keeps_nobody_waiting(server: Serving, client: openai.OpenAI, monkeypatch: Any) -> None:
     """It is made beside the engine's thread, and once: the engine only copies it."""
     llm, threads = server.service.llm, list[str]()
-    make = llm._grammars._make
+    make, begun, others_go_on = llm._grammars._make, threading.Event(), threading.Event()
 
     def slow(name: str, value: Any) -> Any:
         threads.append(threading.current_thread().name)
-        time.sleep(1)
+        begun.set()
+        assert others_go_on.wait(PATIENCE_S)
         return make(name, value)
 
     monkeypatch.setattr(llm._grammars, "_make", slow)
@@ -185,12 +186,14 @@ def test_a_costly_grammar_keeps_nobody_waiting(server: Serving, client: openai.O
         )
     )
     waiting.start()
-    before, longest = time.monotonic(), 0.0
-    while waiting.is_alive():
-        next(iter(stream))
-        before, longest = time.monotonic(), max(longest, time.monotonic() - before)
+    assert begun.wait(PATIENCE_S)
+    written = llm.stats()["output_tokens"]
+    wait_for(lambda: llm.stats()["output_tokens"] > written + 30, PATIENCE_S / 3)
+    next(iter(stream))
+    others_go_on.set()
+    waiting.join(PATIENCE_S)
     stream.close()
-    assert longest < 1 and len(done[0]) == 6
+    assert len(done[0]) == 6
     assert len(threads) == 1 and "engine" not in threads[0]
     client.completions.create(model="demo", prompt="b", extra_body=asked)
     assert len(threads) == 1

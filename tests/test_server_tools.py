@@ -11,7 +11,8 @@ from typing import Any
 import openai
 import pytest
 from openai import pydantic_function_tool
-from serving import Serving, serving, wait_for
+from serving import Serving, serving
+from waiting import wait_for
 
 from skipstone import SamplingParams
 from skipstone.errors import RequestError

@@ -212,7 +212,8 @@ class TestEnds:
     LENGTHS = tuple(range(1, K + 4))
 
     @pytest.fixture(scope="class")
-    def text(self, folders: AsciiFolders) -> list[int]:
+    @classmethod
+    def text(cls, folders: AsciiFolders) -> list[int]:
         job = (PROMPT, SamplingParams(**COMMON, ignore_eos=True, regex="99"))
         (text,) = run(by_hand(folders.target("m3")), [job]).texts.values()
         assert len(set(text[:12])) == 12, "the ends below need tokens that occur once"
@@ -400,7 +401,8 @@ class TestEquality:
     """Drafts change nothing."""
 
     @pytest.fixture(scope="class")
-    def alone(self, folders: AsciiFolders) -> Callable[[int], Run]:
+    @classmethod
+    def alone(cls, folders: AsciiFolders) -> Callable[[int], Run]:
         def results(turn: int) -> Run:
             llm, jobs = load(folders.target("m3")), tiny_jobs(turn)
             found = run(llm, jobs)
@@ -549,7 +551,8 @@ class TestState:
     """Questions do not move the grammar; commits do."""
 
     @pytest.fixture(scope="class")
-    def compiler(self, folders: AsciiFolders) -> GrammarCompiler:
+    @classmethod
+    def compiler(cls, folders: AsciiFolders) -> GrammarCompiler:
         return GrammarCompiler(folders.target("m3"), VOCAB, frozenset([EOS]))
 
     @staticmethod
@@ -835,7 +838,8 @@ class TestRefusals:
     """Each names the field, before anything runs."""
 
     @pytest.fixture(scope="class")
-    def llm(self, folders: AsciiFolders) -> LLM:
+    @classmethod
+    def llm(cls, folders: AsciiFolders) -> LLM:
         return load(folders.target("m3"), "mtp:3")
 
     @pytest.mark.parametrize(("settings", "words"), BAD, ids=lambda value: ascii(value)[:60])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -107,14 +106,18 @@ def test_other_threads_go_on_while_a_large_text_is_encoded(tokenizer: Tokenizer)
         while not ended.wait(0.001):
             ticks += 1
 
+    def turns() -> int:
+        before = ticks
+        tokenizer.encode("the stone skips " * 100_000)
+        return ticks - before
+
     thread = threading.Thread(target=tick)
     thread.start()
-    begin, before = time.perf_counter(), ticks
-    tokenizer.encode("the stone skips " * 100_000)
-    seconds, gained = time.perf_counter() - begin, ticks - before
-    ended.set()
-    thread.join()
-    assert gained >= 5, f"{gained} turns in {seconds:.2f} s"
+    try:
+        assert any(turns() >= 5 for _ in range(20))  # a busy machine may let it have fewer, but not always
+    finally:
+        ended.set()
+        thread.join()
 
 
 def test_text_longer_than_the_context_is_refused_before_it_is_encoded(tmp_path: Path) -> None:
@@ -320,7 +323,7 @@ IDS = st.lists(st.integers(0, 319), max_size=16)
 CUTS = st.sets(st.integers(0, 40), max_size=12)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(data=st.data(), prompt=TEXT, noise=IDS, cuts=CUTS, skip=st.booleans(), include=st.booleans())
 def test_stream_equals_the_whole_text(
     tokenizer: Tokenizer, data: st.DataObject, prompt: str, noise: list[int], cuts: set[int], skip: bool, include: bool
@@ -343,7 +346,7 @@ def test_stream_equals_the_whole_text(
         assert stream.push([5]) == stream.finish() == ""
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(prompt=TEXT, cuts=CUTS)
 def test_stream_of_a_tokenizer_that_strips_the_first_space(
     fallback_tokenizer: Tokenizer, prompt: str, cuts: set[int]
@@ -355,7 +358,7 @@ def test_stream_of_a_tokenizer_that_strips_the_first_space(
     assert "the" + text == fallback_tokenizer.decode(before + token_ids)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(token_ids=st.lists(st.integers(0, 264), max_size=20), cuts=CUTS)
 def test_invalid_bytes_never_break_a_stream(
     fallback_tokenizer: Tokenizer, token_ids: list[int], cuts: set[int]
@@ -365,7 +368,7 @@ def test_invalid_bytes_never_break_a_stream(
     assert stream.num_tokens == len(token_ids)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(prompt=TEXT, stop=st.lists(st.sampled_from(["the stone", "stop", "e漢", "ab"]), max_size=3))
 def test_only_what_may_begin_a_stop_string_is_held(tokenizer: Tokenizer, prompt: str, stop: list[str]) -> None:
     prompt = prompt.replace("\ufffd", "")

@@ -6,11 +6,12 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_text import CUTS, PIECES, TEXT, byte_fallback_backend, byte_level_backend, stream_all, write_folder
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+from waiting import below
 
 from skipstone.core.request import SamplingParams
 from skipstone.text.stream import Detokenizer, TextStream
@@ -69,7 +70,7 @@ def joined(tokenizer: Tokenizer, token_ids: list[int]) -> bytes:
     return b"".join(map(tokenizer.token_bytes, token_ids))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(prompt=TEXT, cuts=CUTS)
 def test_a_text_goes_on_where_its_prompt_ends(one: Tokenizer, prompt: str, cuts: set[int]) -> None:
     """The library's decoding of both together is the oracle: spaces, and characters of several tokens."""
@@ -90,7 +91,7 @@ def test_every_byte_is_told(one: Tokenizer) -> None:
 BYTES = st.lists(st.one_of(st.integers(0, 255), st.integers(0x80, 0xF8)), max_size=24)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(content=BYTES)
 def test_bytes_are_decided_as_soon_as_they_can_be(one: Tokenizer, content: list[int]) -> None:
     """At most three bytes, which may still become one character, are held back."""
@@ -118,27 +119,34 @@ ENDLESS = {
 }
 
 
+def pushed_in_time(tokenizer: Tokenizer, stop: list[str], token_ids: list[int]) -> TextStream:
+    """A stream into which the tokens were pushed one by one, at less than 50 us each."""
+    streams: list[TextStream] = []
+
+    def seconds() -> float:
+        streams.append(TextStream(tokenizer, SamplingParams(stop=stop)))
+        begun = time.thread_time()
+        for token in token_ids:
+            streams[-1].push([token])
+        return time.thread_time() - begun
+
+    below(50e-6 * len(token_ids), seconds)
+    return streams[-1]
+
+
 @pytest.mark.parametrize("name", ENDLESS)
 def test_what_is_no_text_costs_no_more_than_text(tokenizer: Tokenizer, name: str) -> None:
     backend = Backend.from_file(str(tokenizer.folder / "tokenizer.json"))
     few = [backend.token_to_id(token) if isinstance(token, str) else token for token in ENDLESS[name]]
     token_ids = (few * 20_000)[:20_000]
-    stream = TextStream(tokenizer, SamplingParams(stop=["<|turn|>x", "never"]))
-    begin = time.perf_counter()
-    for token in token_ids:
-        stream.push([token])
-    assert time.perf_counter() - begin < 1
+    stream = pushed_in_time(tokenizer, ["<|turn|>x", "never"], token_ids)
     stream.finish()
     assert stream.text == joined(tokenizer, [token for token in token_ids if token != 2]).decode(errors="replace")
 
 
 def test_a_long_stop_string_that_almost_matches_costs_little(tokenizer: Tokenizer) -> None:
     (token,) = tokenizer.encode("a", False)
-    stream = TextStream(tokenizer, SamplingParams(stop=["a" * 1000 + "b", "a" * 999 + "c"]))
-    begin = time.perf_counter()
-    for _ in range(20_000):
-        stream.push([token])
-    assert time.perf_counter() - begin < 1
+    stream = pushed_in_time(tokenizer, ["a" * 1000 + "b", "a" * 999 + "c"], [token] * 20_000)
     assert len(stream.text) == 19_000
 
 
@@ -189,7 +197,7 @@ def test_min_tokens_count_hidden_ones(tokenizer: Tokenizer) -> None:
 SYMBOLS = ["a", "b", "<|bos|>", "<|turn|>"]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     written=st.lists(st.sampled_from(SYMBOLS), max_size=12),
     stops=st.lists(st.lists(st.sampled_from(SYMBOLS), min_size=1, max_size=4), min_size=1, max_size=3),
@@ -214,7 +222,8 @@ def test_any_stop_strings_with_hidden_tokens(
     assert (text, stream.num_tokens, stream.stopped_by is not None) == (expected, count, bool(found))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
+@example(text="\uf92ca ")  # rewritten, and its last space is no part of the library's offsets
 @given(text=st.one_of(TEXT, st.lists(st.sampled_from([*PIECES, "<s>", "e\u0301"]), max_size=8).map("".join)))
 def test_places_of_a_prompts_tokens(one: Tokenizer, text: str) -> None:
     """The oracle counts the characters of what stands before each token, its own first byte included."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import PATIENCE_S, wait_for
 
 from skipstone import LLM, SamplingParams
 
@@ -50,7 +51,7 @@ def test_every_thread_gets_its_own_text(llm: LLM) -> None:
 
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         for done in [pool.submit(work, number) for number in range(len(PROMPTS))]:
-            done.result(timeout=120)
+            done.result(timeout=PATIENCE_S)
     llm.engine.scheduler.check()
     assert llm.engine.pool.num_used == 0 and not llm._sessions
 
@@ -67,24 +68,30 @@ def test_results_reach_whoever_asked(llm: LLM) -> None:
 
     with ThreadPoolExecutor(3) as pool:
         for done in [pool.submit(work, number) for number in range(3)]:
-            done.result(timeout=120)
+            done.result(timeout=PATIENCE_S)
     assert len({str([found[n][i].outputs[0].token_ids for i in range(6)]) for n in range(3)}) == 1
 
 
-def test_who_waits_comes_next(llm: LLM) -> None:
+def test_who_waits_comes_next(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """A long text in one thread holds up nobody in another, and `abort` from there ends it."""
     long = SamplingParams(temperature=0.0, max_tokens=3000, ignore_eos=True)
+    step = llm._step
+
+    def slow_step() -> Any:
+        time.sleep(0.05)  # so that the steps allowed below are long even for a busy machine
+        return step()
+
+    monkeypatch.setattr(llm, "_step", slow_step)
     with ThreadPoolExecutor(1) as pool:
         writing = pool.submit(llm.generate, [1, 2, 3], long, progress=False)
-        while not llm._sessions:
-            time.sleep(0.001)
+        wait_for(lambda: bool(llm._sessions))
         (name,) = {session.session_id for session, _ in llm._sessions.values()}
         steps = llm.engine.stats.steps
         assert len(texts(llm, PROMPTS[0])[0]) == 24
         assert llm.engine.stats.steps - steps < 60
         assert not writing.done()
         llm.abort(name)
-        assert writing.result(timeout=60)[0].outputs[0].finish_reason == "abort"
+        assert writing.result(timeout=PATIENCE_S)[0].outputs[0].finish_reason == "abort"
 
 
 def test_a_forgotten_stream_is_closed_amid_a_step(llm: LLM) -> None:
@@ -100,5 +107,5 @@ def test_a_forgotten_stream_is_closed_amid_a_step(llm: LLM) -> None:
     llm._step = closing_step  # type: ignore[method-assign]
     with ThreadPoolExecutor(2) as pool:
         for done in [pool.submit(texts, llm, prompt) for prompt in PROMPTS]:
-            assert len(done.result(timeout=60)[0]) == 24
+            assert len(done.result(timeout=PATIENCE_S)[0]) == 24
     assert llm.engine.pool.num_used == 0

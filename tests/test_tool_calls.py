@@ -326,7 +326,7 @@ SCHEMALIKE = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.dictionaries(KEYWORDS, SCHEMALIKE, max_size=4), st.sampled_from(["minimax", "dsml"]))
 def test_no_schema_breaks_a_reader(schema: dict[str, Any], name: str) -> None:
     """With tools at will nobody has checked it: what is called is read, by whatever the schema says."""
@@ -416,25 +416,25 @@ def round_trip(name: str, reader: Reader, arguments: dict[str, Any]) -> None:
     assert [call["function"]["arguments"] for call in plain["tool_calls"]] == [arguments] * 2
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.dictionaries(TEXT, VALUES, max_size=4))
 def test_round_trip_of_json(arguments: dict[str, Any]) -> None:
     round_trip("json", JsonReader(MARK), arguments)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.dictionaries(NAMES, VALUES, max_size=4))
 def test_round_trip_of_dsml(arguments: dict[str, Any]) -> None:
     round_trip("dsml", DsmlReader({}), arguments)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.dictionaries(NAMES, TAGGED, max_size=4).map(alike))
 def test_round_trip_of_minimax(arguments: dict[str, Any]) -> None:
     round_trip("minimax", MinimaxReader({"f": schema_of(arguments)}), arguments)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.sampled_from(sorted(TEXTS)), st.data())
 def test_whatever_is_called_can_be_sent_back(name: str, data: st.DataObject) -> None:
     """Texts with anything put into or taken out of calls."""

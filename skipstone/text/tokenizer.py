@@ -235,7 +235,7 @@ class Tokenizer:
         """
         encoding = self._tokenizer.encode_batch([text], add_special_tokens=False)[0]
         ids, contents = encoding.ids, [self.token_bytes(token_id) for token_id in encoding.ids]
-        places = [begin for begin, _ in encoding.offsets]
+        places = [min(begin, len(text) - 1) for begin, _ in encoding.offsets]  # a trimmed last space would lie behind
         spaces = b"".join(contents).removesuffix(text.encode())
         if spaces in (b"", b" "):  # nothing was rewritten: bytes tell more, as some offsets are those of several tokens
             length = -len(spaces)

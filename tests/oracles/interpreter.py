@@ -12,11 +12,13 @@
 * The language is patched once per launch; unpatched, for every call of a function of the kernel, which takes longer
   than the function.
 * Arguments are not copied onto themselves afterwards, which would touch all of a cache that is only reserved.
+* Numbers overflow, and become infinite or NaN, without a word; unpatched, numpy warns of it.
 """
 
 from __future__ import annotations
 
 import inspect
+import warnings
 from typing import Any
 
 import numpy as np
@@ -61,7 +63,7 @@ def harden() -> None:
     convert, restore = interpreter._convert_float, GridExecutor._restore_args_dev
     dot, load = InterpreterBuilder.create_dot, InterpreterBuilder.create_masked_load
     unary = InterpreterBuilder.unary_op
-    patch_tensor = interpreter._patch_lang_tensor
+    patch_tensor, run = interpreter._patch_lang_tensor, GridExecutor.__call__
     builtins: dict[Any, list[tuple[str, Any]]] = {}
 
     def convert_float(data: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
@@ -104,6 +106,10 @@ def harden() -> None:
         if on_device:
             restore(self, args_dev, args_hst, kwargs, kwargs_hst)
 
+    def run_quietly(self: Any, *args: Any, **named: Any) -> Any:
+        with np.errstate(all="ignore"), warnings.catch_warnings(action="ignore", category=RuntimeWarning):
+            return run(self, *args, **named)
+
     def unary_op(self: Any, arg: Any, op: Any) -> Any:
         if arg.data.dtype != np.float32:
             return unary(self, arg, op)
@@ -142,4 +148,5 @@ def harden() -> None:
     InterpreterBuilder.create_dot = create_dot
     InterpreterBuilder.create_masked_load = create_masked_load
     GridExecutor._restore_args_dev = restore_args_dev
+    GridExecutor.__call__ = run_quietly
     InterpreterBuilder.hardened = True
