@@ -30,9 +30,8 @@ SIZES = (*range(1, 9), 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192
 class Size:
     """What was seen with about so many requests, and what follows from it."""
 
-    def __init__(self, ks: tuple[int, ...], best: int) -> None:
-        self.ks = ks
-        self.times: dict[int, deque[float]] = {k: deque(maxlen=KEPT_TIMES) for k in (AWAKE, *ks)}  # seconds of a step
+    def __init__(self, most: int, best: int) -> None:
+        self.times: dict[int, deque[float]] = {k: deque(maxlen=KEPT_TIMES) for k in range(AWAKE, most + 1)}  # of a step
         self.best = self.current = best  # the latter is on trial where they differ
         self.left, self.wait = TRIAL, 0  # steps until a trial ends, and until there is one again
         self.period, self.trials = FIRST_PERIOD, 0
@@ -44,7 +43,7 @@ class Size:
             awake = timed.pop(AWAKE)
             timed[0] = min(timed.get(0, RESTED * awake), awake)
         found = {}
-        for k in self.ks:
+        for k in range(len(self.times) - 1):
             low, high = max((t for t in timed if t <= k), default=None), min((t for t in timed if t >= k), default=None)
             if low is not None and high is not None:
                 found[k] = timed[low] + (timed[high] - timed[low]) * (k - low) / max(high - low, 1)
@@ -52,10 +51,10 @@ class Size:
 
 
 class AdaptiveK:
-    """Chooses among `ks`, ascending from 0. Begins with `prior` of the number of requests, else with the most."""
+    """Chooses k from 0 to `most`. Begins with `prior` of the number of requests, else with the most."""
 
-    def __init__(self, ks: tuple[int, ...], prior: Callable[[int], int] | None = None) -> None:
-        self.ks, self.most, self.prior = ks, ks[-1], prior
+    def __init__(self, most: int, prior: Callable[[int], int] | None = None) -> None:
+        self.most, self.prior = most, prior
         self.sizes: dict[int, Size] = {}
         # How often a request had its i-th draft asked for, and kept together with all before it.
         self.asked, self.kept = [0.0] * self.most, [0.0] * self.most
@@ -82,11 +81,8 @@ class AdaptiveK:
         about = next((size for size in SIZES if size >= num_requests), SIZES[-1])
         if about not in self.sizes:
             nearest = min(self.sizes, key=lambda size: max(size, about) / min(size, about), default=None)
-            best = self.most if nearest is None else self.sizes[nearest].best
-            if self.prior is not None:
-                prior = self.prior(num_requests)
-                best = max(k for k in self.ks if k <= prior)
-            self.sizes[about] = Size(self.ks, best)
+            first = self.most if nearest is None else self.sizes[nearest].best
+            self.sizes[about] = Size(self.most, min(first if self.prior is None else self.prior(num_requests), self.most))
         return self.sizes[about]
 
     def tokens(self, k: int) -> float:

@@ -84,17 +84,14 @@ class Engine:
         needs, most_drafts = proposer.needs if proposer else None, self.speculation.most_drafts
         self.adaptive: AdaptiveK | None = None
         if self.speculation.adapts:
-            # Each k has graphs of its own on a GPU.
-            every, ends = tuple(range(self.speculation.k + 1)), (0, self.speculation.k)
-            self.adaptive = AdaptiveK(every if self.device.type == "cpu" else ends, most_drafts)
-            most_drafts = None
+            self.adaptive, most_drafts = AdaptiveK(self.speculation.k, most_drafts), None
         delay = config.max_decode_delay
         self.chunk_limit = ChunkLimit(delay / 1000, self.max_rows) if delay else None
         self.scheduler = Scheduler(
             self.pool, *bounds, config.prefix_caching, needs, most_drafts, self.adaptive, self.chunk_limit
         )
         # On a GPU a step beside a prompt's rows is as long as these make it, and longer by all that drafts add.
-        self.scheduler.pauses_beside_prompts = self.adaptive is not None and self.device.type != "cpu"
+        self.scheduler.pauses_beside_prompts = config.spec == "auto" and self.device.type != "cpu"
         self.scheduler.stats.speculation.simulated = self.speculation.simulated
         self.stats = EngineStats()
         self.overlap = config.overlap and self.device.type != "cpu"
@@ -120,7 +117,7 @@ class Engine:
     def warm_up(self, tick: Callable[[int, int], None] | None = None) -> None:
         """On a GPU: compile and capture before the first request what later ones need. `tick`: (done, of how many)."""
         if self.kernels.ops.implementation == "triton" and self.device.type != "cpu":
-            GPU.load("warm_up")(self.runner, self.scheduler.max_rows, tick, self.adaptive is not None)
+            GPU.load("warm_up")(self.runner, self.scheduler.max_rows, tick)
             self._warm = self._num_made
 
     @property

@@ -26,8 +26,8 @@ T = TypeVar("T")
 class DecodeGraph:
     """A number of requests with k + 1 rows each. `inputs` [3, R] int64: slots, rows that are real, drafts to make."""
 
-    def __init__(self, graphs: DecodeGraphs, inputs: Tensor, k: int, follows: bool) -> None:
-        self._graphs, self.inputs, self._follows = graphs, inputs, follows
+    def __init__(self, graphs: DecodeGraphs, inputs: Tensor, k: int) -> None:
+        self._graphs, self.inputs = graphs, inputs
         layout = decode_layout(inputs[0], inputs[1], inputs[2], k, graphs.max_tokens)
         self.run, self.forward = graphs.capture(lambda: graphs.step.forward(layout))
         self._tails: dict[bool, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
@@ -52,7 +52,7 @@ class DecodeGraph:
     def _finish(self, features: list[Features]) -> Tensor:
         step = self._graphs.step
         outcome = step.finish(self.forward, features, None, self.forward.layout.end)
-        drafts = step.draft(self.forward, outcome, features) if self._follows else None
+        drafts = step.draft(self.forward, outcome, features) if step.proposer is not None else None
         return outcome.packed if drafts is None else torch.cat([outcome.packed, drafts], dim=1)
 
 
@@ -61,7 +61,7 @@ class DecodeGraphs:
 
     def __init__(self, step: Step, max_tokens: int) -> None:
         self.step, self.max_tokens = step, max_tokens
-        self._captured: dict[tuple[int, int, bool], DecodeGraph] = {}  # requests, k, whether the proposer follows
+        self._captured: dict[tuple[int, int], DecodeGraph] = {}  # by requests and k
         self._pool: Any = None
         self.replays = self.captures = 0
 
@@ -70,7 +70,8 @@ class DecodeGraphs:
         return all(map(self._decodes, plan.items))
 
     def _decodes(self, item: PlanItem) -> bool:
-        return item.samples and item.num_rows == item.num_drafts + 1 and not item.prompt_rows[1]
+        decodes = item.samples and item.num_rows == item.num_drafts + 1 and not item.prompt_rows[1]
+        return decodes and (item.follows or self.step.proposer is None)
 
     def replay(self, plan: StepPlan) -> DecodeGraph:
         """Start the forward pass of a plan."""
@@ -78,7 +79,7 @@ class DecodeGraphs:
         k = max(max(item.num_next_drafts, item.num_drafts) for item in items)
         bucket = next((size for size in BUCKETS if size >= len(items)), len(items))
         bucket = max(min(bucket, padding), len(items))
-        graph = self._graph(bucket, k, any(item.follows or item.num_next_drafts for item in items))
+        graph = self._graph(bucket, k)
         values = np.zeros((3, bucket), dtype=np.int64)
         values[0] = padding
         values[:, : len(items)] = [
@@ -91,12 +92,12 @@ class DecodeGraphs:
         self.replays += 1
         return graph
 
-    def _graph(self, bucket: int, k: int, follows: bool) -> DecodeGraph:
-        if (bucket, k, follows) not in self._captured:
+    def _graph(self, bucket: int, k: int) -> DecodeGraph:
+        if (bucket, k) not in self._captured:
             inputs = torch.zeros(3, bucket, dtype=torch.int64, device=self.step.table.device)
             inputs[0] = self.step.table.padding_slot
-            self._captured[bucket, k, follows] = DecodeGraph(self, inputs, k, follows)
-        return self._captured[bucket, k, follows]
+            self._captured[bucket, k] = DecodeGraph(self, inputs, k)
+        return self._captured[bucket, k]
 
     def capture(self, work: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         """A graph of the work, and the tensors that it leaves its results in."""

@@ -31,19 +31,18 @@ class Part(NamedTuple):
     num_rows: int
     decodes: bool = False
     params: SamplingParams = FEATURES[0]
-    drafts: bool = True
 
 
-def warm_up(runner: ModelRunner, max_rows: int, tick: Tick | None = None, adapts: bool = False) -> None:
-    """Run every kind of step once, and capture every graph. `adapts`: whether the proposer may pause."""
-    plans = list(_plans(runner, max_rows, adapts))
+def warm_up(runner: ModelRunner, max_rows: int, tick: Tick | None = None) -> None:
+    """Run every kind of step once, and capture every graph."""
+    plans = list(_plans(runner, max_rows))
     for done, parts in enumerate(plans, start=1):
         _run(runner, parts)
         if tick is not None:
             tick(done, len(plans))
 
 
-def _plans(runner: ModelRunner, max_rows: int, adapts: bool) -> Iterator[list[Part]]:
+def _plans(runner: ModelRunner, max_rows: int) -> Iterator[list[Part]]:
     """The steps: prompts of many lengths, alone and beside requests that decode; contexts; features; all graphs."""
     most, longest, n = runner.table.padding_slot, runner.max_tokens, runner.most_drafts + 1
     largest = min(max_rows, longest - n - 1)
@@ -58,8 +57,6 @@ def _plans(runner: ModelRunner, max_rows: int, adapts: bool) -> Iterator[list[Pa
     for size in [size for size in BUCKETS if size < most] + [most]:
         for params in FEATURES:
             yield [Part(7, n, True, params)] * size
-            if adapts:
-                yield [Part(7, 1, True, params, drafts=False)] * size
 
 
 def _powers(most: int) -> list[int]:
@@ -69,13 +66,11 @@ def _powers(most: int) -> list[int]:
 def _run(runner: ModelRunner, parts: list[Part]) -> None:
     """One step of these parts, in the first slots."""
     items, admissions, k = [], [], runner.most_drafts
-    for slot, part in enumerate(sorted(parts, key=lambda part: part.num_rows)):
-        start, num_rows, decodes, params, wanted = part
+    for slot, (start, num_rows, decodes, params) in enumerate(sorted(parts, key=lambda part: part.num_rows)):
         length = min(start + num_rows + k + 2, runner.max_tokens)
         admissions.append(Admission(slot, slot, [0], 1, start, length, slot, params, [1], []))
         drafts = num_rows - 1 if decodes else 0
-        follows = wanted and runner.proposer is not None
-        items.append(PlanItem(slot, slot, start, num_rows, drafts, True, k if follows else 0, follows))
+        items.append(PlanItem(slot, slot, start, num_rows, drafts, True, k, runner.proposer is not None))
     plan = StepPlan(items, admissions)
     handle = runner.start(plan)
     runner.finish(handle, GrammarMasks(plan, [None] * len(items)))
