@@ -82,7 +82,9 @@ class AdaptiveK:
         if about not in self.sizes:
             nearest = min(self.sizes, key=lambda size: max(size, about) / min(size, about), default=None)
             first = self.most if nearest is None else self.sizes[nearest].best
-            self.sizes[about] = Size(self.most, min(first if self.prior is None else self.prior(num_requests), self.most))
+            if self.prior is not None:
+                first = self.prior(num_requests)
+            self.sizes[about] = Size(self.most, min(first, self.most))
         return self.sizes[about]
 
     def tokens(self, k: int) -> float:
