@@ -86,3 +86,10 @@ def use_ops(module: nn.Module, ops: Ops) -> None:
     for part in module.modules():
         if isinstance(part, OpsModule):
             part.ops = ops
+
+
+def settle(module: nn.Module) -> None:
+    """Make the parts of a loaded module plain attributes; torch's look-up takes as long as a small op does."""
+    for part in module.modules():
+        for parts in (part._parameters, part._buffers, part._modules):
+            part.__dict__.update(parts)

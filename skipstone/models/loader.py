@@ -14,7 +14,7 @@ from torch import Tensor
 
 from skipstone.errors import CheckpointError, ConfigError, UnsupportedError
 from skipstone.kernels.dispatch import free_memory_bytes
-from skipstone.kernels.ops import Ops, use_ops
+from skipstone.kernels.ops import Ops, settle, use_ops
 from skipstone.models.base import MTP_MODULE, CausalLM, WeightedModel
 from skipstone.models.stored import Match, StoredWeights, match_weights, open_weights
 from skipstone.registry import MODELS
@@ -129,6 +129,7 @@ def load(make: Callable[[], Model], stored: StoredWeights | None, place: Place, 
     else:
         _read(model.weight_slots(), match)
     model.after_load()
+    settle(model)
     return model
 
 
