@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import sys
-from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
 from skipstone.cli.output import note
-
-WIDTH_ELSEWHERE = 160
 
 
 class Progress:
@@ -28,17 +25,15 @@ class Progress:
         self.bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.bar.stop()
 
     def say(self, what: str) -> None:
-        """Name what is being done."""
+        """Name the piece that is being worked on."""
         self.bar.update(self.task, description=f"{self.title}: {what}")
 
     def tick(self, count: int = 1) -> None:
-        """Some pieces are done."""
+        """Count pieces that are done."""
         before, self.done = self.done, self.done + count
         self.bar.advance(self.task, count)
         quarter = self.done * 4 // self.total
@@ -50,9 +45,3 @@ def announce(seconds: float) -> None:
     """Say how long something will take; an estimate, so in round numbers."""
     size, unit = (3600, "h") if seconds >= 5400 else (60, "min") if seconds >= 90 else (1, "s")
     note(f"this takes about {max(seconds / size, 1):.0f} {unit} here")
-
-
-def console() -> Console:
-    """Where results go: standard output, wide enough for tables when it is no terminal."""
-    wide = None if sys.stdout.isatty() else WIDTH_ELSEWHERE
-    return Console(width=wide, highlight=False, soft_wrap=False)

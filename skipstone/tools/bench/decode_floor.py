@@ -3,45 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
-from skipstone.core.kv_cache import CacheSpec
 from skipstone.kernels.ops import use_ops
 from skipstone.layers.feed_forward import MixtureOfExperts, Router
 from skipstone.runtime.engine import Engine
-
-
-class Floor(NamedTuple):
-    """Bytes that one step reads: each once, whatever number of rows needs them."""
-
-    weight_bytes: int
-    expert_bytes: float
-    cache_bytes: int
-    experts_touched: float  # of one mixture, on average; the shared one not counted
-
-    @property
-    def total(self) -> float:
-        """Bytes of a step."""
-        return self.weight_bytes + self.expert_bytes + self.cache_bytes
-
-
-def copy_rate() -> float:
-    """Bytes per second that a large copy reads and writes here: the ceiling of whatever streams memory."""
-    source = torch.empty(2**30, dtype=torch.float32, device="cuda").normal_()
-    target = torch.empty_like(source)
-    target.copy_(source)
-    times = []
-    for _ in range(5):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        target.copy_(source)
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
-    return 2 * source.nbytes / sorted(times)[2]
 
 
 def touched_experts(engine: Engine, steps: int) -> list[list[int]]:
@@ -51,8 +18,7 @@ def touched_experts(engine: Engine, steps: int) -> list[list[int]]:
 
     def route(logits: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
         ids, weights = ops.route(logits, *rest)
-        routed = logits.shape[1]
-        counts.append(int((ids.unique() < routed).sum()))
+        counts.append(int((ids.unique() < logits.shape[1]).sum()))  # without the shared one
         return ids, weights
 
     watched = replace(ops, route=route)
@@ -75,8 +41,9 @@ def touched_experts(engine: Engine, steps: int) -> list[list[int]]:
 
 
 def computing_modules(engine: Engine) -> list[nn.Module]:
-    """The target and the draft head."""
-    return [engine.model, *_head(engine)]
+    """The target and, where there is one, the draft head."""
+    head = getattr(engine.speculation.proposer, "head", None)
+    return [engine.model, head] if isinstance(head, nn.Module) else [engine.model]
 
 
 def route_alike(module: nn.Module) -> None:
@@ -86,41 +53,27 @@ def route_alike(module: nn.Module) -> None:
             part.bias[: part.top_k] += 2.0  # scores are below 1
 
 
-def _head(engine: Engine) -> list[nn.Module]:
-    head = getattr(engine.speculation.proposer, "head", None)
-    return [head] if isinstance(head, nn.Module) else []
+def decode_floor(engine: Engine, touched: list[list[int]], batch: int, context: int, k: int) -> tuple[float, float]:
+    """Bytes that a step must read, each once, whatever number of rows needs them; experts of one of its mixtures.
 
-
-def decode_floor(engine: Engine, touched: list[list[int]], batch: int, context: int, k: int) -> Floor:
-    """Of a step of `batch` requests at `context` tokens: verification of k drafts, then k drafts."""
-    target, target_expert = _bytes(engine.model)
+    The step has `batch` requests at `context` tokens: verification of k drafts, then k drafts. The shared expert is not
+    counted among a mixture's.
+    """
+    weights, target_expert = _bytes(engine.model)
+    passes, head_expert = len(_mixtures(engine.model)), 0
     vocabulary = sum(p.nbytes for p in engine.model.lm_head.parameters())
-    weights, passes = target, len(_mixtures(engine.model))
-    head_expert = 0
-    for head in _head(engine):
+    for head in computing_modules(engine)[1:]:
         own, head_expert = _bytes(head)
         weights += k * (own + vocabulary)
     mean = [sum(column) / len(touched) for column in zip(*touched, strict=True)]
     experts = sum(mean[:passes]) * target_expert + sum(mean[passes:]) * head_expert
-    caches = batch * sum(_cache_bytes(engine, specs, context) for specs in _specs(engine, k))
-    average = sum(mean[:passes]) / passes if passes else 0.0
-    return Floor(weights, experts, int(caches), average)
-
-
-def _specs(engine: Engine, k: int) -> list[list[CacheSpec]]:
-    proposer = engine.speculation.proposer
-    return [list(engine.model.cache_specs()), *([list(proposer.cache_specs())] * k if proposer else [])]
-
-
-def _cache_bytes(engine: Engine, specs: list[CacheSpec], context: int) -> int:
-    """Selected keys and values, and all index keys, of one request."""
-    sparse = engine.model.config.sparse
-    total = 0
-    for spec in specs:
-        per_token = spec.bytes_per_token(engine.dtype)
-        selects = spec.backend in ("msa", "dsa")
-        total += per_token * (min(context, sparse.unit * sparse.budget) if selects else context)
-    return total
+    proposer, sparse = engine.speculation.proposer, engine.model.config.sparse
+    caches = 0
+    for spec in [*engine.model.cache_specs(), *(list(proposer.cache_specs()) * k if proposer else [])]:
+        selects = spec.backend in ("msa", "dsa")  # keys and values; index keys are all read
+        tokens = min(context, sparse.unit * sparse.budget) if selects else context
+        caches += batch * spec.bytes_per_token(engine.dtype) * tokens
+    return weights + experts + caches, sum(mean[:passes]) / passes if passes else 0.0
 
 
 def _mixtures(module: nn.Module) -> list[MixtureOfExperts]:

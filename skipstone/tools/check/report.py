@@ -5,35 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.markup import escape
-from rich.table import Table
 
 from skipstone.tools.check.compare import NEAR_TIE, Difference
 from skipstone.tools.check.run import Cell, CheckReport
-from skipstone.tools.progress import console
+from skipstone.tools.report import console, table_of
 
 SHOWN = 5  # differences of one cell; the JSON report has all
+POSITIONS, GRAPHS = "accepted, by position", "equal texts as graphs"
+HEADINGS = (
+    "proposer", "k", "equal texts", "bit-equal logits", "largest difference", "steps", "acceptance length", POSITIONS,
+)  # fmt: skip
 
 
 def render(report: CheckReport) -> None:
     """Print it."""
-    out = console()
-    table = Table(title=f"{report.model}: against k = 0, {report.reference_steps} steps", title_justify="left")
-    for heading in (
-        "proposer",
-        "k",
-        "equal texts",
-        "bit-equal logits",
-        "largest difference",
-        "steps",
-        "acceptance length",
-    ):
-        table.add_column(heading, justify="left" if heading == "proposer" else "right")
-    table.add_column("accepted, by position")
-    if any(cell.unwatched is not None for cell in report.cells):
-        table.add_column("equal texts as graphs", justify="right")
+    out, graphs = console(), report.ran_as_graphs
+    title = f"{report.model}: against k = 0, {report.reference_steps} steps"
+    table = table_of(title, [*HEADINGS, *([GRAPHS] if graphs else [])], ("proposer", POSITIONS))
     for cell in report.cells:
-        graphs = [] if cell.unwatched is None else [_share(cell.unwatched, len(report.texts), True)]
-        table.add_row(*_row(cell, report.exact), *graphs)
+        unwatched = [] if cell.unwatched is None else [_share(cell.unwatched, len(report.texts), True)]
+        table.add_row(*_row(cell, report.exact), *unwatched)
     out.print(table)
     for cell in report.cells:
         if cell.refused:
@@ -43,24 +34,21 @@ def render(report: CheckReport) -> None:
         if len(cell.differences) > SHOWN:
             more = len(cell.differences) - SHOWN
             out.print(f"  and {more} more of {cell.proposer}, k = {cell.k}; --json FILE has all")
-    out.print(f"[bold {'green' if report.equal else 'red'}]{verdict(report)}[/]")
+    out.print(f"[bold {'green' if report.equal else 'red'}]{_verdict(report)}[/]")
 
 
-def verdict(report: CheckReport) -> str:
-    """The last line."""
-    results = report.ran
-    texts, rows = sum(result.texts for result in results), sum(result.rows for result in results)
-    equal, same = sum(result.equal_texts for result in results), sum(result.equal_rows for result in results)
-    found = [difference for result in results for difference in result.differences]
-    largest = max(result.max_logit_difference for result in results)
+def _verdict(report: CheckReport) -> str:
+    counted = ("texts", "equal_texts", "rows", "equal_rows")
+    texts, equal, rows, same = (sum(getattr(result, name) for result in report.ran) for name in counted)
+    largest = max(result.max_logit_difference for result in report.ran)
     logits = f"logits of {same:,} of {rows:,} rows bit-equal"
     if report.equal:
         why = logits if report.exact else f"{logits}, none differs by more than {largest:.2g}"
-        if any(cell.unwatched is not None for cell in report.cells):
-            why += "; so are all texts of steps that run as graphs"
-        return f"EQUAL: all {texts} texts of {len(results)} runs are those of k = 0; {why}"
-    ties = sum(difference.kind == NEAR_TIE for difference in found)
-    counts = f"{len(found) - ties} logic errors, {ties} near ties"
+        why += "; so are all texts of steps that run as graphs" if report.ran_as_graphs else ""
+        return f"EQUAL: all {texts} texts of {len(report.ran)} runs are those of k = 0; {why}"
+    kinds = [found.kind for cell in report.cells for found in cell.differences]
+    ties = kinds.count(NEAR_TIE)
+    counts = f"{len(kinds) - ties} logic errors, {ties} near ties"
     return f"DIFFERENT: {texts - equal} of {texts} texts ({counts}); {logits}, largest difference {largest:.2g}"
 
 
@@ -82,32 +70,29 @@ def _row(cell: Cell, exact: bool) -> list[str]:
 
 def _share(part: int, whole: int, must_be_all: bool) -> str:
     text = f"{part:,}/{whole:,}"
-    if not must_be_all:
-        return text
-    return f"[green]{text}[/]" if part == whole else f"[red]{text}[/]"
+    colour = "green" if part == whole else "red"
+    return f"[{colour}]{text}[/]" if must_be_all else text
 
 
 def _described(found: Difference, cell: Cell, report: CheckReport) -> str:
+    def token(token_id: int | None) -> str:
+        if token_id is None:
+            return "the end"
+        known = report.token_texts.get(token_id)
+        return str(token_id) if known is None else f"{token_id} {escape(repr(known))}"
+
+    def top(likeliest: Sequence[tuple[int, float]]) -> str:
+        return ", ".join(f"{token(token_id)} {logit:.6g}" for token_id, logit in likeliest)
+
     text = next(text for text in report.texts if text.request_id == found.request_id)
     where = f"{escape(text.prompt)} at temperature {text.temperature:g}, token {found.position}"
     colour = "yellow" if found.kind == NEAR_TIE else "red"
     lines = [
         f"[{colour}]{cell.proposer}, k = {cell.k}: {found.kind}[/] in {where}: {escape(found.why)}",
-        f"  expected {_token(found.expected, report)}, got {_token(found.got, report)} ({found.origin})",
+        f"  expected {token(found.expected)}, got {token(found.got)} ({found.origin})",
     ]
     if found.expected_top:
-        lines.append(f"  two likeliest at k = 0: {_top(found.expected_top, report)}")
-        lines.append(
-            f"  two likeliest here:     {_top(found.got_top, report)}; logits differ by {found.logit_difference:.2g}"
-        )
+        lines.append(f"  two likeliest at k = 0: {top(found.expected_top)}")
+        differ = f"logits differ by {found.logit_difference:.2g}"
+        lines.append(f"  two likeliest here:     {top(found.got_top)}; {differ}")
     return "\n".join(lines)
-
-
-def _token(token: int | None, report: CheckReport) -> str:
-    if token is None:
-        return "the end"
-    return f"{token} {escape(repr(report.token_texts[token]))}" if token in report.token_texts else str(token)
-
-
-def _top(top: Sequence[tuple[int, float]], report: CheckReport) -> str:
-    return ", ".join(f"{_token(token, report)} {logit:.6g}" for token, logit in top)

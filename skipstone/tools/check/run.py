@@ -14,8 +14,9 @@ from skipstone.models.locate import locate
 from skipstone.outputs import RequestOutput
 from skipstone.text.tokenizer import Tokenizer
 from skipstone.tools.check.compare import Comparer, Comparison, Difference, Reference
+from skipstone.tools.flags import choose_prompts
 from skipstone.tools.progress import Progress, announce
-from skipstone.tools.workload import Job, choose_prompts, job, label, pace, proposer_specs, run_jobs, with_spec
+from skipstone.tools.workload import Job, job, label, pace, proposer_specs, run_jobs, with_spec
 
 SEED = 1234
 
@@ -35,7 +36,7 @@ class Cell(msgspec.Struct, kw_only=True):
 
     @property
     def differences(self) -> list[Difference]:
-        """The first of each text that differs."""
+        """The first one of each text that differs."""
         return self.comparison.differences if self.comparison else []
 
 
@@ -62,8 +63,13 @@ class CheckReport(msgspec.Struct, kw_only=True):
 
     @property
     def ran(self) -> list[Comparison]:
-        """The comparisons that were made."""
+        """What became of the pairs that were not refused."""
         return [cell.comparison for cell in self.cells if cell.comparison is not None]
+
+    @property
+    def ran_as_graphs(self) -> bool:
+        """Whether engines ran that nothing watches as well."""
+        return any(cell.unwatched is not None for cell in self.cells)
 
     @property
     def equal(self) -> bool:
@@ -83,20 +89,15 @@ def check(
     max_tokens: int,
 ) -> CheckReport:
     """Run all of it, with a progress bar. Raises a SkipstoneError for bad options, or when nothing could run."""
-    folder = locate(config.model)
-    specs = proposer_specs(read_model_info(folder), proposers)
+    specs = proposer_specs(read_model_info(locate(config.model)), proposers)
     prompts = choose_prompts(file, num_prompts)
-    jobs: list[Job] = [
-        job(prompt, temperature, SEED + number, max_tokens)
-        for temperature in temperatures
-        for number, prompt in enumerate(prompts)
-    ]
+    jobs = [job(prompt, t, SEED + number, max_tokens) for t in temperatures for number, prompt in enumerate(prompts)]
     pairs = [(spec, k) for spec in specs for k in ks if k > 0]
     if not pairs:
         raise ConfigError("there is nothing to compare; --k needs a number above 0, and --proposers a proposer")
     on_gpu = choose_device(config.device).type != "cpu"
     engines = (len(pairs) + 1) * (1 + on_gpu)
-    announce(engines * pace(config, jobs).total)
+    announce(engines * sum(pace(config, jobs)))
     with Progress("checking", engines * len(jobs)) as bar:
         bar.say("k = 0")
         reference = Reference()
@@ -131,23 +132,18 @@ def _check_pair(
     config: EngineConfig, spec: str, k: int, jobs: Sequence[Job], reference: Reference, bar: Progress
 ) -> Cell:
     """One proposer and k; a pair that the engine refuses is reported, not run."""
-    bar.say(f"{label(spec)}, k = {k}")
-    comparer = Comparer(reference)
+    cell, comparer = Cell(proposer=label(spec), spec=spec, k=k), Comparer(reference)
+    bar.say(f"{cell.proposer}, k = {k}")
     try:
         done = run_jobs(with_spec(config, spec, k), jobs, comparer, bar.tick)
     except (ConfigError, UnsupportedError) as error:
         bar.tick(len(jobs))
-        return Cell(proposer=label(spec), spec=spec, k=k, refused=str(error))
+        cell.refused = str(error)
+        return cell
+    cell.comparison, cell.steps = comparer.close(done.outputs, config.exact, _dtype(config)), done.steps
     stats = done.speculation
-    return Cell(
-        proposer=label(spec),
-        spec=spec,
-        k=k,
-        comparison=comparer.close(done.outputs, config.exact, _dtype(config)),
-        acceptance_length=stats.acceptance_length,
-        acceptance_rates=stats.acceptance_rates,
-        steps=done.steps,
-    )
+    cell.acceptance_length, cell.acceptance_rates = stats.acceptance_length, stats.acceptance_rates
+    return cell
 
 
 def _equal_texts(
@@ -155,8 +151,8 @@ def _equal_texts(
 ) -> int:
     """How many texts of an engine that nothing watches are the expected ones."""
     done = run_jobs(with_spec(config, cell.spec, cell.k), jobs, None, bar.tick)
-    pairs = zip(done.outputs, expected, strict=True)
-    return sum(got.outputs[0].token_ids == wanted.outputs[0].token_ids for got, wanted in pairs)
+    got, wanted = ([output.outputs[0].token_ids for output in outputs] for outputs in (done.outputs, expected))
+    return sum(ours == theirs for ours, theirs in zip(got, wanted, strict=True))
 
 
 def _dtype(config: EngineConfig) -> str:

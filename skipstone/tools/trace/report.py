@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import groupby
 
 from rich.markup import escape
-from rich.table import Table
 
 from skipstone.cli.output import speculation_line
-from skipstone.tools.progress import console
+from skipstone.tools.report import console, table_of
 from skipstone.tools.trace.run import PROMPT, TracedToken, TraceReport
 
+HEADINGS = ("#", "step", "token", "origin", "instead of", "two likeliest", "read by the sparse layers")
 COLOURS = {
     PROMPT: "dim", "accepted": "green", "recovered": "red", "bonus": "cyan", "sampled": "white",
 }  # fmt: skip
@@ -25,17 +26,14 @@ MEANING = {
 def render(report: TraceReport) -> None:
     """Print it."""
     out = console()
-    out.print("".join(f"[{COLOURS[token.origin]}]{escape(_shown(token))}[/]" for token in report.tokens))
+    texts = [(COLOURS[token.origin], escape(token.text or f" {token.token_id}")) for token in report.tokens]
+    out.print("".join(f"[{colour}]{text}[/]" for colour, text in texts))
     out.print(f"\nspeculation: {escape(report.speculation)}")
-    table = Table(title_justify="left")
-    for heading in ("#", "step", "token", "origin", "instead of", "two likeliest", "read by the sparse layers"):
-        table.add_column(heading, justify="right" if heading in ("#", "step") else "left", overflow="fold")
-    last_step = None
-    for token in report.generated:
-        if last_step is not None and token.step != last_step:
-            table.add_section()
-        last_step = token.step
-        table.add_row(*_row(token))
+    table = table_of(None, HEADINGS, HEADINGS[2:], overflow="fold")
+    for _, tokens in groupby(report.generated, key=lambda token: token.step):
+        for token in tokens:
+            table.add_row(*_row(token))
+        table.add_section()
     out.print(table)
     counts = Counter(token.origin for token in report.generated)
     for name, meaning in MEANING.items():
@@ -67,14 +65,10 @@ def summary(token: TracedToken) -> str:
     unit = token.reads[0].unit
     visible = -(-token.position // unit)  # the row stands one position before its token
     counts = [len({one for group in read.selected for one in group}) for read in token.reads]
-    span = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)}-{max(counts)}"
+    span = "-".join(map(str, sorted({min(counts), max(counts)})))
     what = "tokens" if unit == 1 else f"blocks of {unit}"
     return f"{span} of {visible} {what}"
 
 
 def _token(token_id: int, text: str | None) -> str:
     return str(token_id) if text is None else escape(repr(text))
-
-
-def _shown(token: TracedToken) -> str:
-    return token.text or f" {token.token_id}"

@@ -95,8 +95,7 @@ class Tracer(Observer):
     def _reads(self, row: int) -> list[LayerRead]:
         reads = []
         for layer, selection in sorted(self._selections.items()):
-            groups = selection.indices[row].tolist()
-            chosen = [[unit for unit in group if unit != PAD] for group in groups]
+            chosen = [[unit for unit in group if unit != PAD] for group in selection.indices[row].tolist()]
             reads.append(LayerRead(layer=layer, unit=selection.unit, selected=chosen))
         return reads
 
@@ -116,8 +115,7 @@ def trace(config: EngineConfig, prompt: Prompt, settings: Settings) -> TraceRepo
                 token.text = text_of(token.token_id)
                 token.replaced_text = None if token.replaced is None else text_of(token.replaced)
                 token.top_texts = [text_of(other) for other, _ in token.top]
-        specs = llm.engine.model.cache_specs()
-        sparse = {read.layer for token in generated for read in token.reads}
+        layers = {spec.layer for spec in llm.engine.model.cache_specs()}
         return TraceReport(
             model=config.model,
             speculation=llm.engine.speculation.description,
@@ -125,5 +123,5 @@ def trace(config: EngineConfig, prompt: Prompt, settings: Settings) -> TraceRepo
             tokens=tokens,
             finish_reason=output.finish_reason,
             stats=output.speculation,
-            dense_layers=sorted({spec.layer for spec in specs} - sparse),
+            dense_layers=sorted(layers - {read.layer for token in generated for read in token.reads}),
         )

@@ -15,23 +15,32 @@ from skipstone.models.loader import read_model_info
 from skipstone.models.locate import locate
 from skipstone.runtime.engine import ROWS
 from skipstone.runtime.k_table import KTable
+from skipstone.tools.flags import choose_prompts
 from skipstone.tools.progress import Progress, announce
-from skipstone.tools.tune.command import DEFAULT_CONTEXTS, TuneOptions
-from skipstone.tools.tune.measure import (
-    STEPS_PER_CELL,
-    cut_texts,
-    measure_proposer,
-    measure_steps,
-    target_grid,
-    throughput,
-    with_dummies,
-    yardstick_k,
-)  # fmt: skip
+from skipstone.tools.tune import measure
+from skipstone.tools.tune.measure import Sizes
 from skipstone.tools.tune.planner import OFF, Acceptance, Costs, Grid, Prediction, best, k_ranges, largest_k, predict
-from skipstone.tools.workload import Job, choose_prompts, encode_jobs, job, label, pace, proposer_specs, with_spec
+from skipstone.tools.workload import Job, encode_jobs, job, label, pace, proposer_specs, with_spec
 
 SEED = 99
 ROOM = 256  # tokens that measuring may add to a context
+DEFAULT_CONTEXTS = (128, 768)
+
+
+class TuneOptions(msgspec.Struct, kw_only=True):
+    """What the command line asks of tune."""
+
+    ks: list[int]
+    batches: list[int]
+    contexts: list[int]  # none: DEFAULT_CONTEXTS, as far as the model goes
+    proposers: str | None
+    prompts: str | None
+    num_prompts: int
+    max_tokens: int
+    temperature: float
+    context: int | None
+    rates: dict[str, list[float]]  # by proposer: acceptance that is given, not measured
+    validate: bool
 
 
 class Validation(msgspec.Struct, kw_only=True):
@@ -64,6 +73,10 @@ class TuneReport(msgspec.Struct, kw_only=True):
         """The fastest way to serve so many requests."""
         return best([p for p in self.predictions if p.batch == batch])
 
+    def off_at(self, batch: int) -> Prediction:
+        """So many requests without speculation."""
+        return next(p for p in self.predictions if (p.batch, p.proposer) == (batch, OFF))
+
     @property
     def median_error(self) -> float:
         """Of the validated cells."""
@@ -79,42 +92,41 @@ def tune(config: EngineConfig, options: TuneOptions) -> TuneReport:
     for proposer in options.rates:
         if proposer not in specs:
             raise ConfigError(f"--profile has rates of {proposer!r}, which is not measured; known: {', '.join(specs)}")
-    config = _roomy(config, options)
+    ks = sorted({0, *options.ks})
+    config = _roomy(config, options.batches[-1], ks[-1])
     prompts = choose_prompts(options.prompts, options.num_prompts)
     jobs = [job(prompt, options.temperature, SEED, options.max_tokens) for prompt in prompts]
     texts, context = _texts(config, jobs, options)
-    announce(_estimate(config, options, texts, jobs, len(specs)))
+    sizes = Sizes(texts, options.batches, ks)
+    announce(_estimate(config, options, sizes, jobs, len(specs)))
     cells = len(texts) * len(options.batches)
     with Progress("measuring", cells + len(specs) * (cells + 1)) as bar:
         bar.say("steps of the target")
-        step = measure_steps(config, texts, options.batches, options.ks, bar.tick)
+        step = measure.measure_steps(config, sizes, bar.tick)
         draft: dict[str, Grid] = {}
         acceptance: dict[str, Acceptance] = {}
         for name, spec in specs.items():
             bar.say(name)
-            own = [] if name in options.rates else jobs
-            where = (texts, options.batches, options.ks)
-            draft[name], acceptance[name] = measure_proposer(config, spec, *where, own, bar.tick)
-            if name in options.rates:
-                rates = options.rates[name]
-                acceptance[name] = Acceptance(drafted=[1.0] * len(rates), accepted=rates)
+            rates = options.rates.get(name)
+            draft[name], found = measure.measure_proposer(config, spec, sizes, jobs if rates is None else [], bar.tick)
+            given = None if rates is None else Acceptance(drafted=[1.0] * len(rates), accepted=rates)
+            acceptance[name] = given or found
     report = plan(config, Costs(step=step, draft=draft), acceptance, specs, context)
     if options.validate:
         report.validation = validate(config, report, jobs)
     return report
 
 
-def _estimate(
-    config: EngineConfig, options: TuneOptions, texts: dict[int, list[list[int]]], jobs: Sequence[Job], proposers: int
-) -> float:
+def _estimate(config: EngineConfig, options: TuneOptions, sizes: Sizes, jobs: Sequence[Job], proposers: int) -> float:
     """Seconds that all of it will take, from a few steps without a proposer; drafting is taken to cost nothing."""
-    known, batches, shortest = pace(config, jobs), options.batches, min(texts)
-    with with_dummies(config, max(*options.ks, 1)) as llm:
+    known, batches, shortest = pace(config, jobs), sizes.batches, min(sizes.texts)
+    with measure.with_dummies(config, sizes.ks[-1]) as llm:
         number_of_tokens = sum(map(len, encode_jobs(llm, jobs)))
-        ends = sorted({batches[0], batches[-1]})
-        trial = target_grid(llm, {shortest: texts[shortest]}, ends, options.ks, lambda: None, turns=1)
-    steps = sum(trial.at(shortest, batch, k) for batch in batches for k in options.ks) * STEPS_PER_CELL * len(texts)
-    prompts = known.prompts / number_of_tokens * sum(texts) * batches[-1]
+        few = Sizes({shortest: sizes.texts[shortest]}, sorted({batches[0], batches[-1]}), sizes.ks)
+        trial = measure.measure_grid(llm, few, measure.plain_step, lambda: None, turns=1)
+    once = sum(trial.at(shortest, batch, k) for batch in batches for k in sizes.ks)
+    steps = once * measure.STEPS_PER_CELL * len(sizes.texts)
+    prompts = known.prompts / number_of_tokens * sum(sizes.texts) * batches[-1]
     measuring = (1 + proposers) * (known.load + prompts + steps)
     acceptance = (proposers - len(options.rates)) * (known.prompts + known.tokens)
     groups = [-(-len(jobs) // batch) * options.max_tokens * trial.at(shortest, batch, 0) for batch in batches]
@@ -127,16 +139,15 @@ def plan(
 ) -> TuneReport:
     """Predictions for the measured batch sizes, and the table of the proposer that gains most over all of them."""
     batches = costs.step.batches
-    predictions = [predict(costs, acceptance, OFF, 0, batch, context) for batch in batches]
-    gains: dict[str, float] = {}
+    without = [predict(costs, acceptance, OFF, 0, batch, context) for batch in batches]
+    predictions, gains = list(without), dict.fromkeys(acceptance, 1.0)
     for name in acceptance:
-        gains[name] = 1.0
-        for batch, off in zip(batches, predictions[: len(batches)], strict=True):
+        for batch, off in zip(batches, without, strict=True):
             ks = range(1, largest_k(costs, acceptance, name) + 1)
             own = [predict(costs, acceptance, name, k, batch, context) for k in ks]
             predictions += own
             gains[name] *= best(own).tokens_per_second / off.tokens_per_second
-    winner = max(gains, key=lambda name: gains[name])
+    winner = max(gains, key=gains.__getitem__)
     table = KTable(
         spec=specs[winner],
         num_speculative_tokens_per_batch_size=k_ranges(costs, acceptance, winner, context),
@@ -166,11 +177,12 @@ def validate(config: EngineConfig, report: TuneReport, jobs: Sequence[Job]) -> l
         for cell in cells:
             bar.say(f"{cell.proposer}, k = {cell.k}, {cell.batch} requests")
             spec = report.specs.get(cell.proposer, OFF)
-            run = throughput(config, spec, cell.k, cell.batch, jobs, bar.tick)
+            run = measure.throughput(config, spec, cell.k, cell.batch, jobs, bar.tick)
             # Predicted anew for the context that the run had.
-            place = (cell.proposer, cell.k, cell.batch, run.context)
-            again = predict(report.costs, report.acceptance, *place)
-            known = _yardstick_cost(report.costs, spec, cell.proposer, cell.batch, run.context)
+            again = predict(report.costs, report.acceptance, cell.proposer, cell.k, cell.batch, run.context)
+            known = report.costs.step.at(run.context, cell.batch, measure.yardstick_k(spec))
+            if cell.proposer != OFF:
+                known += report.costs.draft[cell.proposer].at(run.context, cell.batch, 0)
             speed = known / run.yardstick if run.yardstick else 1.0
             found.append(
                 Validation(
@@ -184,20 +196,13 @@ def validate(config: EngineConfig, report: TuneReport, jobs: Sequence[Job]) -> l
     return found
 
 
-def _yardstick_cost(costs: Costs, spec: str, proposer: str, batch: int, context: float) -> float:
-    """Seconds that a step of the yardstick took when costs were taken."""
-    seconds = costs.step.at(context, batch, yardstick_k(spec))
-    return seconds if proposer == OFF else seconds + costs.draft[proposer].at(context, batch, 0)
-
-
-def _roomy(config: EngineConfig, options: TuneOptions) -> EngineConfig:
+def _roomy(config: EngineConfig, requests: int, k: int) -> EngineConfig:
     """The engine with room for every cell in one step."""
-    needed = options.batches[-1] * (options.ks[-1] + 1)
-    default = ROWS[choose_device(config.device).type]
+    rows = config.max_num_batched_tokens or ROWS[choose_device(config.device).type]
     return msgspec.structs.replace(
         config,
-        max_num_seqs=max(config.max_num_seqs, options.batches[-1]),
-        max_num_batched_tokens=max(config.max_num_batched_tokens or default, needed),
+        max_num_seqs=max(config.max_num_seqs, requests),
+        max_num_batched_tokens=max(rows, requests * (k + 1)),
     )
 
 
@@ -205,10 +210,10 @@ def _texts(config: EngineConfig, jobs: Sequence[Job], options: TuneOptions) -> t
     """Token ids for each context to measure, and the mean context of the prompts, half of their answers included."""
     with LLM(config=with_spec(config, OFF, 0)) as llm:
         ids = encode_jobs(llm, jobs)
-        longest = llm.engine.caches.max_model_len - ROOM - options.ks[-1]
+        more = ROOM + options.ks[-1]  # tokens
+        longest = llm.engine.caches.max_model_len - more
     contexts = options.contexts or sorted({min(context, longest) for context in DEFAULT_CONTEXTS})
     if contexts[-1] > longest >= 1:
-        more = ROOM + options.ks[-1]
         raise ConfigError(
             f"--contexts {contexts[-1]} is too long: measuring takes {more} of max_model_len={longest + more} tokens "
             f"besides; it must be at most {longest}"
@@ -216,4 +221,4 @@ def _texts(config: EngineConfig, jobs: Sequence[Job], options: TuneOptions) -> t
     if longest < 1:
         raise ConfigError(f"max_model_len leaves no room for measuring; it needs {1 - longest} tokens more")
     mean = sum(map(len, ids)) / len(ids) + options.max_tokens / 2
-    return cut_texts(ids, contexts, options.batches[-1]), float(options.context or mean)
+    return measure.cut_texts(ids, contexts, options.batches[-1]), float(options.context or mean)
