@@ -12,8 +12,6 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from skipstone.cli.options import Command, Settings
 from skipstone.config import EngineConfig
 from skipstone.errors import ConfigError
@@ -65,6 +63,7 @@ class Course:
 
     def summary(self) -> dict[str, Any]:
         """Rates and times in ms: medians, and 90 % or 99 %."""
+        import numpy as np
 
         def spread(values: list[float], percent: int) -> list[float]:
             return [round(1e3 * float(value), 2) for value in np.percentile(values or [0.0], (50, percent))]

@@ -1,4 +1,4 @@
-"""The report of `skipstone bench serve`: numbers under vLLM's JSON keys, a table, and a page that needs no other file."""
+"""The report of `skipstone bench serve`: numbers under vLLM's JSON keys, a table, and a page that needs no other."""
 
 from __future__ import annotations
 

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from skipstone.core.batch import PAD, SamplingRows
+from skipstone.core.batch import PAD, SamplingRows, Span
+from skipstone.kernels.ops import OP_NAMES
 from skipstone.kernels.reference.block_table import PAGE_SIZE, PageTable
 from skipstone.kernels.reference.fp8 import FP8
 from skipstone.kernels.reference.index_rows import IndexCache, KeyNorm
@@ -152,15 +153,20 @@ def experts_forward(inputs: Inputs) -> OpCase:
     return OpCase(args, (0, 1, 2), touched * one + 2 * rows * sizes.hidden * inputs.item, work)
 
 
+def _grouped_heads(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Span]:
+    """Queries, cached keys and values, and where they stand."""
+    sizes = inputs.sizes
+    span, blocks = inputs.span(sizes.block_size, 2 * sizes.kv_heads * sizes.width * inputs.item)
+    k, v = (inputs.cache(blocks, sizes.kv_heads, sizes.block_size, sizes.width) for _ in range(2))
+    return inputs.randn(inputs.load.rows, sizes.heads, sizes.width), k, v, span
+
+
 def dense_attention(inputs: Inputs) -> OpCase:
     """Every row over all keys before it."""
     sizes, (requests, _, context, *_) = inputs.sizes, inputs.load
-    row_bytes = 2 * sizes.kv_heads * sizes.width * inputs.item
-    span, blocks = inputs.span(sizes.block_size, row_bytes)
-    k, v = (inputs.cache(blocks, sizes.kv_heads, sizes.block_size, sizes.width) for _ in range(2))
-    q = inputs.randn(inputs.load.rows, sizes.heads, sizes.width)
+    q, k, v, span = _grouped_heads(inputs)
     work = 4.0 * keys_seen(span.positions) * sizes.heads * sizes.width
-    num_bytes = requests * context * row_bytes + 2 * q.numel() * inputs.item
+    num_bytes = 2 * (requests * context * sizes.kv_heads * sizes.width + q.numel()) * inputs.item
     return OpCase((q, k, v, span, sizes.width**-0.5, EXACT), (0, 3), num_bytes, work)
 
 
@@ -171,8 +177,9 @@ def block_select(inputs: Inputs) -> OpCase:
     span, blocks = inputs.span(sizes.block_size, row_bytes)
     keys = inputs.cache(blocks, 1, sizes.block_size, sizes.width)
     q = inputs.randn(inputs.load.rows, sizes.index_heads, sizes.width, whole=inputs.whole)
+    args = (q, keys, span, sizes.unit, sizes.budget, 0, 1, EXACT)
     work = 2.0 * keys_seen(span.positions) * sizes.index_heads * sizes.width
-    return OpCase((q, keys, span, sizes.unit, sizes.budget, 0, 1, EXACT), (0, 2), requests * context * row_bytes, work)
+    return OpCase(args, (0, 2), requests * context * row_bytes, work)
 
 
 def token_select(inputs: Inputs, fp8: bool = False) -> OpCase:
@@ -193,14 +200,11 @@ def token_select(inputs: Inputs, fp8: bool = False) -> OpCase:
 
 def sparse_gqa(inputs: Inputs) -> OpCase:
     """Selected blocks of keys and values."""
-    sizes, requests = inputs.sizes, inputs.load.requests
-    row_bytes = 2 * sizes.kv_heads * sizes.width * inputs.item
-    span, blocks = inputs.span(sizes.block_size, row_bytes)
-    k, v = (inputs.cache(blocks, sizes.kv_heads, sizes.block_size, sizes.width) for _ in range(2))
-    q = inputs.randn(inputs.load.rows, sizes.heads, sizes.width)
+    sizes = inputs.sizes
+    q, k, v, span = _grouped_heads(inputs)
     indices = inputs.choose(span.positions, sizes.kv_heads, sizes.unit, sizes.budget)
-    chosen = distinct(indices, requests, -(-inputs.load.context // sizes.unit)) * sizes.unit
-    num_bytes = chosen * 2 * sizes.width * inputs.item + 2 * q.numel() * inputs.item
+    chosen = distinct(indices, inputs.load.requests, -(-inputs.load.context // sizes.unit)) * sizes.unit
+    num_bytes = 2 * (chosen * sizes.width + q.numel()) * inputs.item
     work = 4.0 * float((indices >= 0).sum()) * sizes.unit * (sizes.heads // sizes.kv_heads) * sizes.width
     return OpCase((q, k, v, indices, sizes.unit, span, sizes.width**-0.5, EXACT), (0, 3, 5), num_bytes, work)
 
@@ -222,20 +226,16 @@ def sparse_mla(inputs: Inputs) -> OpCase:
 def verify_page_table(inputs: Inputs) -> OpCase:
     """Tables of rows at the ends of their requests."""
     sizes, span = inputs.sizes, inputs.span(inputs.sizes.unit, 1)[0]
-    indices = inputs.choose(span.positions, sizes.kv_heads, sizes.unit, sizes.budget)
-    lengths = span.positions[:, -1] + 1
-    pages = sizes.unit // PAGE_SIZE
-    return OpCase(
-        (indices, span.block_table, lengths, inputs.load.n, sizes.unit, pages), (), 4.0 * indices.numel() * pages
-    )
+    indices, pages = inputs.choose(span.positions, sizes.kv_heads, sizes.unit, sizes.budget), sizes.unit // PAGE_SIZE
+    args = (indices, span.block_table, span.positions[:, -1] + 1, inputs.load.n, sizes.unit, pages)
+    return OpCase(args, (), 4.0 * indices.numel() * pages)
 
 
 def prefill_page_table(inputs: Inputs) -> OpCase:
     """Tables of rows anywhere."""
     sizes, span = inputs.sizes, inputs.span(inputs.sizes.unit, 1)[0]
-    indices = inputs.choose(span.positions, sizes.kv_heads, sizes.unit, sizes.budget)
+    indices, pages = inputs.choose(span.positions, sizes.kv_heads, sizes.unit, sizes.budget), sizes.unit // PAGE_SIZE
     requests = torch.arange(inputs.load.requests, device=inputs.device).repeat_interleave(inputs.load.n)
-    pages = sizes.unit // PAGE_SIZE
     args = (indices, span.block_table, requests, span.positions.flatten(), sizes.unit, pages)
     return OpCase(args, (0, 2, 3), 4.0 * indices.numel() * pages)
 
@@ -250,8 +250,7 @@ def paged_attention(inputs: Inputs) -> OpCase:
     lengths = inputs.integers(places * PAGE_SIZE // 2, places * PAGE_SIZE + 1, rows, sizes.kv_heads).int()
     if inputs.load.padding:
         lengths[-1] = 0
-    q = inputs.randn(rows, sizes.heads, sizes.width)
-    keys = float(lengths.sum())
+    q, keys = inputs.randn(rows, sizes.heads, sizes.width), float(lengths.sum())
     work = 4.0 * keys * (sizes.heads // sizes.kv_heads) * sizes.width
     args = (q, k, v, PageTable(pages, lengths), sizes.width**-0.5, EXACT)
     return OpCase(args, (0, 3), 2 * keys * sizes.width * inputs.item, work)
@@ -278,20 +277,17 @@ def _drafts(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
 
 def decode_rows(inputs: Inputs) -> OpCase:
     """Rows of requests with drafts, the last of them past their limit."""
-    tokens, start, limit = _drafts(inputs)
     table = inputs.span(inputs.sizes.block_size, 1)[0].block_table
-    return OpCase((tokens, start, limit, table, inputs.sizes.block_size), ())
+    return OpCase((*_drafts(inputs), table, inputs.sizes.block_size), ())
 
 
 def step_rows(inputs: Inputs) -> OpCase:
     """The same rows, whose tokens stand in a table by slot."""
-    token_ids, start, limit = _drafts(inputs)
-    requests, n = token_ids.shape
-    table = inputs.span(inputs.sizes.block_size, 1)[0].block_table
-    tokens = inputs.integers(0, 4, requests, inputs.load.context).to(torch.int32)
+    (requests, n, context, *_), (_, start, limit, table, block_size) = inputs.load, decode_rows(inputs).args
+    tokens = inputs.integers(0, 4, requests, context).to(torch.int32)
     row = torch.arange(requests * n, device=inputs.device)
     slots = torch.arange(requests, device=inputs.device).flip(0)
-    return OpCase((tokens, slots, start, limit, table, row // n, row % n, inputs.sizes.block_size), ())
+    return OpCase((tokens, slots, start, limit, table, row // n, row % n, block_size), ())
 
 
 def accept(inputs: Inputs) -> OpCase:
@@ -300,15 +296,7 @@ def accept(inputs: Inputs) -> OpCase:
     return OpCase((inputs.integers(0, 4, *tokens.shape), tokens, start, limit, start * 3 + 1, None), ())
 
 
-OP_CASES: dict[str, Callable[[Inputs], OpCase]] = {
-    case.__name__: case
-    for case in (
-        linear, bmm, rms_norm, add_rms_norm, rotate, norm_rotate_store, index_rows, gated, store, route,
-        experts_forward, dense_attention, block_select, token_select, sparse_gqa, sparse_mla, verify_page_table,
-        prefill_page_table, paged_attention, sample, step_rows, decode_rows, accept,
-    )
-}  # fmt: skip
-
+OP_CASES: dict[str, Callable[..., OpCase]] = {op: globals()[op] for op in OP_NAMES if op in globals()}
 # Options of makers under which `doctor` compares an op once more.
 VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {"index_rows": ({"fp8": True},), "token_select": ({"fp8": True},)}
 # Scores of selections are made of whole numbers where results are compared, so that no rounding decides who is chosen.

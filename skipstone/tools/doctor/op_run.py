@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -22,13 +23,15 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
 SELF_TEST_LOAD = Load(3, 2, 200, overlap=False, padding=True)
 
 
-class Verdict(NamedTuple):
-    """What the self-test found of one op."""
+class Verdict(msgspec.Struct):
+    """One op: what the self-test found of it, what runs it here, and why."""
 
     op: str
     error: float | None  # relative, of numbers; None: there is no result
     same_alone: bool | None  # whether a row alone has the bits that it has among others; None: no such promise
     failure: str | None = None
+    implementation: str = ""
+    reason: str = ""
 
 
 def in_words(fault: Exception) -> str:

@@ -30,23 +30,12 @@ from skipstone.tools.doctor.op_run import Verdict, examine, import_kernels
 GB = 1e9
 
 
-class OpReport(msgspec.Struct):
-    """One op: what runs it here, and what its self-test found. Fields as in `op_run.Verdict`."""
-
-    op: str
-    implementation: Implementation
-    reason: str
-    error: float | None
-    same_alone: bool | None
-    failure: str | None
-
-
 class Report(msgspec.Struct):
     """Everything that `doctor` says."""
 
     facts: dict[str, str]
     notes: list[str]
-    ops: list[OpReport]
+    ops: list[Verdict]
     seconds: float
 
     @property
@@ -65,12 +54,10 @@ def report() -> Report:
         ops: Implementation = choose_ops(device, "triton").ops.implementation
         choices = dict.fromkeys(OP_NAMES, (ops, "Triton's interpreter, as TRITON_INTERPRET=1 asks"))
     verdicts = _examine_all(choices, device)
-    listed = [
-        OpReport(verdict.op, *choices[verdict.op], verdict.error, verdict.same_alone, verdict.failure)
-        for verdict in verdicts
-    ]
+    for verdict in verdicts:
+        verdict.implementation, verdict.reason = choices[verdict.op]
     facts = dict(_facts(device)) | {"ops": "; ".join(dict.fromkeys(reason for _, reason in choices.values()))}
-    return Report(facts, list(_notes(device)), listed, time.perf_counter() - started)
+    return Report(facts, list(_notes(device)), verdicts, time.perf_counter() - started)
 
 
 def _examine_all(choices: dict[str, tuple[Implementation, str]], device: torch.device) -> list[Verdict]:

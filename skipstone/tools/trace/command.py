@@ -24,8 +24,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     if params.n != 1:
         raise RequestError(f"n={params.n} cannot be traced; leave --n out")
     check_sampling([prompt], [params], read_vocab_size(folder))
-    from skipstone.tools.trace.report import render  # torch takes seconds to import; errors above come first
-    from skipstone.tools.trace.run import trace
+    from skipstone.tools.trace.run import render, trace  # torch takes seconds to import; errors above come first
 
     publish(trace(config, prompt, settings), args.json, render, indent=-1)
     return 0
