@@ -172,7 +172,7 @@ def test_steps_that_the_machine_held_up_decide_nothing(
 
     clock.stalls = stalls
     texts = {16: [[5 + i for i in range(16)]] * 2}
-    grid = measure.measure_steps(make_config(model=str(model)), measure.Sizes(texts, [1, 2], [0, 1, 3]), lambda: None)
+    grid = measure.measure_steps(make_config(model=str(model)), measure.Axes(texts, [1, 2], [0, 1, 3]), lambda: None)
     assert seen > count
     for batch, k in itertools.product((1, 2), (0, 1, 3)):
         assert grid.at(16, batch, k) == pytest.approx(0.010 + 0.001 * batch * (k + 1)), (batch, k)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from skipstone.tools.doctor.op_inputs import RELEASES, Load, Sizes
+from skipstone.tools.doctor.op_inputs import RELEASES, Shape, Sizes
 
 K = 1024
 
@@ -16,24 +16,24 @@ class Cell(NamedTuple):
 
     name: str
     op: str
-    load: Load
+    shape: Shape
     quick: bool = False
     options: tuple[tuple[str, Any], ...] = ()
 
-    def check_sizes(self) -> tuple[Sizes, Load]:
+    def check_sizes(self) -> tuple[Sizes, Shape]:
         """A smaller call of the same kind, which plain torch in float64 can follow."""
-        requests, n, context, *rest = self.load
-        smaller = Load(min(requests, 3), min(n, 96 if context else 512), min(context, 5000), *rest)
+        requests, n, context, *rest = self.shape
+        smaller = Shape(min(requests, 3), min(n, 96 if context else 512), min(context, 5000), *rest)
         return RELEASES._replace(experts=8), smaller
 
 
-def _cells(name: str, op: str, context: int, loads: str, overlap: bool = True, **options: Any) -> list[Cell]:
-    """A cell for each of `loads`, requests x rows; * marks the quick ones."""
+def _cells(name: str, op: str, context: int, shapes: str, overlap: bool = True, **options: Any) -> list[Cell]:
+    """A cell for each of `shapes`, requests x rows; * marks the quick ones."""
     cells = []
-    for text in loads.split():
+    for text in shapes.split():
         r, n = map(int, text.rstrip("*").split("x"))
-        load = Load(r, n, context, overlap)
-        cells.append(Cell(name.format(r=r, n=n), op, load, text.endswith("*"), tuple(options.items())))
+        shape = Shape(r, n, context, overlap)
+        cells.append(Cell(name.format(r=r, n=n), op, shape, text.endswith("*"), tuple(options.items())))
     return cells
 
 

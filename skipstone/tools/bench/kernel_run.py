@@ -50,7 +50,7 @@ class Measured(NamedTuple):
 
 
 def _make(cell: Cell, seed: int) -> OpCase:
-    inputs = Inputs(RELEASES, cell.load, DTYPE, DEVICE, seed, whole=False)
+    inputs = Inputs(RELEASES, cell.shape, DTYPE, DEVICE, seed, whole=False)
     return OP_CASES[cell.op](inputs, **dict(cell.options))
 
 
@@ -65,8 +65,8 @@ def _rotation(cell: Cell) -> list[OpCase]:
 @cache
 def check(cell: Cell) -> tuple[float, str | None]:
     """Relative error of a smaller call, and what is wrong with it."""
-    sizes, load = cell.check_sizes()
-    case = make_case(cell.op, sizes, load, DTYPE, DEVICE, **dict(cell.options))
+    sizes, shape = cell.check_sizes()
+    case = make_case(cell.op, sizes, shape, DTYPE, DEVICE, **dict(cell.options))
     found = compare(cell.op, case, KERNELS.load(f"{cell.op}/triton"))
     failures = [text for item in found if (text := item.failure(DTYPE))]
     return max(item.error for item in found), failures[0] if failures else None
@@ -100,7 +100,7 @@ def measure(cell: Cell, limits: Ceilings, rounds: int, peer: Peer | None) -> Mea
 
 
 def _measure(cell: Cell, limits: Ceilings, rounds: int, peer: Peer | None) -> Measured:
-    error, failure = check(cell._replace(name="", quick=False, load=cell.check_sizes()[1]))
+    error, failure = check(cell._replace(name="", quick=False, shape=cell.check_sizes()[1]))
     cases, op = _rotation(cell), KERNELS.load(f"{cell.op}/triton")
     case = cases[0]
 
@@ -116,16 +116,6 @@ def _measure(cell: Cell, limits: Ceilings, rounds: int, peer: Peer | None) -> Me
         peer_us = time_calls(theirs, rounds).us if theirs else None
     except Exception as fault:  # of the peer; ours is measured all the same
         peer_failure = f"peer: {' '.join(str(fault).split())[:200]}"
-    return Measured(
-        cell.name,
-        case.has_exact,
-        exact.us,
-        fast.us,
-        max(least),
-        max(least) / exact.us,
-        "memory" if least[0] >= least[1] else "compute",
-        max(exact.spread, fast.spread),
-        error,
-        peer_us,
-        failure or peer_failure,
-    )
+    floor, bound = max(least), "memory" if least[0] >= least[1] else "compute"
+    times = (exact.us, fast.us, floor, floor / exact.us, bound, max(exact.spread, fast.spread))
+    return Measured(cell.name, case.has_exact, *times, error, peer_us, failure or peer_failure)

@@ -28,7 +28,7 @@ KINDS = (("decode", False), ("mixed", True))
 
 
 @dataclass(frozen=True)
-class Load:
+class Scenario:
     """Requests of one scenario. `rate` a second; 0: all at once."""
 
     name: str
@@ -39,19 +39,19 @@ class Load:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-LOADS = (
-    Load("closed", 0, 64, (1024, 1024), (256, 256)),
-    Load("arrivals 6", 6, 60, (512, 8192), (64, 512)),
-    Load("arrivals 14", 14, 120, (512, 8192), (64, 512)),
-    Load("plain", 0, 64, (512, 1024), (128, 256)),
-    Load("logprobs", 0, 64, (512, 1024), (128, 256), {"logprobs": 1}),
-    Load("presence", 0, 64, (512, 1024), (128, 256), {"presence_penalty": 0.5}),
-    Load("bias", 0, 64, (512, 1024), (128, 256), {"logit_bias": dict.fromkeys(range(100), 1.0)}),
+SCENARIOS = (
+    Scenario("closed", 0, 64, (1024, 1024), (256, 256)),
+    Scenario("arrivals 6", 6, 60, (512, 8192), (64, 512)),
+    Scenario("arrivals 14", 14, 120, (512, 8192), (64, 512)),
+    Scenario("plain", 0, 64, (512, 1024), (128, 256)),
+    Scenario("logprobs", 0, 64, (512, 1024), (128, 256), {"logprobs": 1}),
+    Scenario("presence", 0, 64, (512, 1024), (128, 256), {"presence_penalty": 0.5}),
+    Scenario("bias", 0, 64, (512, 1024), (128, 256), {"logit_bias": dict.fromkeys(range(100), 1.0)}),
 )
 
 
 @dataclass
-class Course:
+class Observed:
     """What was seen of one scenario; seconds since its start."""
 
     arrivals: dict[str, float] = field(default_factory=dict)
@@ -82,22 +82,22 @@ class Course:
         }
 
 
-def drive(engine: Engine, load: Load, seed: int) -> Course:
+def drive(engine: Engine, scenario: Scenario, seed: int) -> Observed:
     """Run a scenario; request i arrives whether or not those before it have ended."""
     from skipstone.tools.bench.slices import random_request
 
-    dice, due, jobs = random.Random(seed), 0.0, []
-    for i in range(load.count):
-        due += dice.expovariate(load.rate) if load.rate else 0.0
-        lengths = dice.randint(*load.prompt), dice.randint(*load.output)
-        jobs.append((due, random_request(engine, f"{load.name}-{i}", *lengths, seed + i, **load.options)))
-    course, started = Course(), time.perf_counter()
+    rng, due, jobs = random.Random(seed), 0.0, []
+    for i in range(scenario.count):
+        due += rng.expovariate(scenario.rate) if scenario.rate else 0.0
+        lengths = rng.randint(*scenario.prompt), rng.randint(*scenario.output)
+        jobs.append((due, random_request(engine, f"{scenario.name}-{i}", *lengths, seed + i, **scenario.options)))
+    seen, started = Observed(), time.perf_counter()
     while jobs or engine.has_work:
         now = time.perf_counter() - started
         while jobs and jobs[0][0] <= now:
             arrival, request = jobs.pop(0)
             engine.add(request)
-            course.arrivals[request.request_id] = arrival
+            seen.arrivals[request.request_id] = arrival
         if not engine.has_work:
             time.sleep(max(jobs[0][0] - (time.perf_counter() - started), 0.0))
             continue
@@ -105,14 +105,14 @@ def drive(engine: Engine, load: Load, seed: int) -> Course:
         began = time.perf_counter()
         committed = engine.step()
         ended = time.perf_counter()
-        course.steps.append((reads, ended - began))
+        seen.steps.append((reads, ended - began))
         for request, tokens in committed:
             name = request.request_id
-            course.first.setdefault(name, ended - started)
-            course.last[name] = ended - started
-            course.tokens[name] = course.tokens.get(name, 0) + len(tokens)
-    course.wall = time.perf_counter() - started
-    return course
+            seen.first.setdefault(name, ended - started)
+            seen.last[name] = ended - started
+            seen.tokens[name] = seen.tokens.get(name, 0) + len(tokens)
+    seen.wall = time.perf_counter() - started
+    return seen
 
 
 def mixed_steps(engine: Engine, running: int, steps: int) -> dict[str, float]:
@@ -151,7 +151,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
 
     from skipstone.tools.bench.slices import slice_engine
 
-    names = [*(load.name for load in LOADS), "mixed"]
+    names = [*(scenario.name for scenario in SCENARIOS), "mixed"]
     wanted = args.loads.split(",") if args.loads else names
     unknown = sorted(set(wanted) - set(names))
     if unknown:
@@ -175,12 +175,12 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
             engine.warm_up()
         ready = time.perf_counter() - began
         print(f"k = {k}: built in {built:.1f} s, ready after {ready:.1f} s", flush=True)
-        for load in LOADS:
-            for turn in range(args.rounds if load.name in wanted else 0):
+        for scenario in SCENARIOS:
+            for turn in range(args.rounds if scenario.name in wanted else 0):
                 made = engine.late_compilations
-                summary = drive(engine, load, turn).summary()
+                summary = drive(engine, scenario, turn).summary()
                 late = {"compilations": engine.late_compilations - made}
-                show({"k": k, "load": load.name, "turn": turn, **summary, **late})
+                show({"k": k, "load": scenario.name, "turn": turn, **summary, **late})
         if "mixed" in wanted:
             show({"k": k, "load": "mixed", **mixed_steps(engine, args.running, args.steps)})
         del engine

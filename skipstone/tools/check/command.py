@@ -20,8 +20,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     config = settings.engine_config()
     check_engine(config)
     check_target(args.json)
-    from skipstone.tools.check.report import render  # torch takes seconds to import; errors above come first
-    from skipstone.tools.check.run import check
+    from skipstone.tools.check.run import check, render  # torch takes seconds to import; errors above come first
 
     report = check(config, args.k, args.proposers, args.temperature, args.prompts, args.num_prompts, args.max_tokens)
     publish(report, args.json, render)

@@ -16,11 +16,11 @@ from skipstone.kernels.reference.block_table import PageTable
 from skipstone.kernels.reference.pointwise import Rotary
 from skipstone.registry import KERNELS
 from skipstone.tools.doctor.op_cases import EXACT, FLOAT32, OP_CASES, VARIANTS, WHOLE, OpCase
-from skipstone.tools.doctor.op_inputs import SMALL, Inputs, Load, Sizes
+from skipstone.tools.doctor.op_inputs import SMALL, Inputs, Shape, Sizes
 
 # Of all of a result against float64, by its length. bfloat16 rounds to 2^-9; results between products are rounded too.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
-SELF_TEST_LOAD = Load(3, 2, 200, overlap=False, padding=True)
+SELF_TEST_SHAPE = Shape(3, 2, 200, overlap=False, padding=True)
 
 
 class Verdict(msgspec.Struct):
@@ -146,9 +146,9 @@ def same_alone(case: OpCase, op: Callable[..., Any], row: int) -> bool:
     return all(torch.equal(many, one) for many, one in zip(*bits, strict=True))
 
 
-def make_case(op: str, sizes: Sizes, load: Load, dtype: torch.dtype, device: torch.device, **options: Any) -> OpCase:
+def make_case(op: str, sizes: Sizes, shape: Shape, dtype: torch.dtype, device: torch.device, **options: Any) -> OpCase:
     """A case to be compared. `options` go to the case's own maker."""
-    return OP_CASES[op](Inputs(sizes, load, dtype, device, 1, op in WHOLE), **options)
+    return OP_CASES[op](Inputs(sizes, shape, dtype, device, 1, op in WHOLE), **options)
 
 
 def examine(op: str, implementation: Implementation, dtype: torch.dtype, device: torch.device) -> Verdict:
@@ -158,7 +158,7 @@ def examine(op: str, implementation: Implementation, dtype: torch.dtype, device:
     try:
         function = KERNELS.load(f"{op}/{implementation}")
         for options in ({}, *VARIANTS.get(op, ())):
-            case = make_case(op, SMALL, SELF_TEST_LOAD, dtype, device, **options)
+            case = make_case(op, SMALL, SELF_TEST_SHAPE, dtype, device, **options)
             found += compare(op, case, function)
             if case.per_row:
                 same = same is not False and same_alone(case, function, 2)

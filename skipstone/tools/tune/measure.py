@@ -36,7 +36,7 @@ Tick = Callable[[], None]
 TimedStep = Callable[[LLM, int], float]  # runs a step with k drafts a request; seconds that count
 
 
-class Sizes(NamedTuple):
+class Axes(NamedTuple):
     """What is measured: token ids of some texts for each context length, numbers of requests, numbers of drafts."""
 
     texts: dict[int, list[list[int]]]
@@ -107,28 +107,28 @@ def plain_step(llm: LLM, k: int) -> float:
     return time.perf_counter() - started
 
 
-def measure_grid(llm: LLM, sizes: Sizes, timed_step: TimedStep, tick: Tick, turns: int = TURNS) -> Grid:
+def measure_grid(llm: LLM, axes: Axes, timed_step: TimedStep, tick: Tick, turns: int = TURNS) -> Grid:
     """Seconds at every size; rows that do not fit their neighbours are measured again unless there is one turn only.
 
     Of each cell it is the lower quartile of several steps: what disturbs a step only makes it longer.
     """
 
     def row(context: int, batch: int) -> list[float]:
-        texts, params = sizes.texts[context], SamplingParams(temperature=0.0, ignore_eos=True)
+        texts, params = axes.texts[context], SamplingParams(temperature=0.0, ignore_eos=True)
         sessions = [llm.add(texts[number % len(texts)], params) for number in range(batch)]
         _reach_decoding(llm, [session.choices[0].request for session in sessions])
         llm.step()
-        times: dict[int, list[float]] = {k: [] for k in sizes.ks}
+        times: dict[int, list[float]] = {k: [] for k in axes.ks}
         for _ in range(turns):
-            for k in sizes.ks:
+            for k in axes.ks:
                 times[k] += [timed_step(llm, k) for _ in range(SETTLE + 2)][SETTLE:]
         llm.close()
         return [sorted(own)[len(own) // 4] for own in times.values()]
 
-    grid = Grid(contexts=list(sizes.texts), batches=sizes.batches, ks=sizes.ks, values=[])
-    for context in sizes.texts:
+    grid = Grid(contexts=list(axes.texts), batches=axes.batches, ks=axes.ks, values=[])
+    for context in axes.texts:
         grid.values.append([])
-        for batch in sizes.batches:
+        for batch in axes.batches:
             grid.values[-1].append(row(context, batch))
             tick()
     for _ in range(REPEATS if turns > 1 else 0):
@@ -143,14 +143,14 @@ def _reach_decoding(llm: LLM, requests: Sequence[Request]) -> None:
         llm.step()
 
 
-def measure_steps(config: EngineConfig, sizes: Sizes, tick: Tick) -> Grid:
+def measure_steps(config: EngineConfig, axes: Axes, tick: Tick) -> Grid:
     """Cost of the target's steps."""
-    with with_dummies(config, sizes.ks[-1]) as llm:
-        return measure_grid(llm, sizes, plain_step, tick)
+    with with_dummies(config, axes.ks[-1]) as llm:
+        return measure_grid(llm, axes, plain_step, tick)
 
 
 def measure_proposer(
-    config: EngineConfig, spec: str, sizes: Sizes, jobs: Sequence[Job], tick: Tick
+    config: EngineConfig, spec: str, axes: Axes, jobs: Sequence[Job], tick: Tick
 ) -> tuple[Grid, Acceptance]:
     """What a proposer adds to a step, and how many of its drafts are kept on the jobs (none: not measured)."""
     meter = Meter()
@@ -160,14 +160,14 @@ def measure_proposer(
         plain_step(llm, k)
         return meter.ends["draft"] - meter.ends["verify"]
 
-    with _open(config, spec, sizes.ks[-1], meter) as llm:
+    with _open(config, spec, axes.ks[-1], meter) as llm:
         meter.most = llm.engine.speculation.k
         meter.counting = True
         run_on(llm, jobs, lambda: None)
         meter.counting = False
         tick()
-        ks = sorted({min(k, meter.most) for k in sizes.ks} | {0})
-        return measure_grid(llm, sizes._replace(ks=ks), draft_step, tick), meter.acceptance
+        ks = sorted({min(k, meter.most) for k in axes.ks} | {0})
+        return measure_grid(llm, axes._replace(ks=ks), draft_step, tick), meter.acceptance
 
 
 def _open(config: EngineConfig, spec: str, k: int, meter: Meter) -> LLM:

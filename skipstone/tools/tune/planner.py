@@ -66,7 +66,7 @@ class Costs(msgspec.Struct, kw_only=True):
     draft: dict[str, Grid]
 
 
-class Prediction(msgspec.Struct, kw_only=True):
+class Prediction(msgspec.Struct):
     """One proposer, k and batch size."""
 
     proposer: str
@@ -87,14 +87,7 @@ def predict(
         known = acceptance[proposer]
         length = 1 + sum(known.accepted[:k])
         seconds = costs.step.at(context, batch, sum(known.drafted[:k])) + costs.draft[proposer].at(context, batch, k)
-    return Prediction(
-        proposer=proposer,
-        k=k,
-        batch=batch,
-        tokens_per_second=batch * length / seconds,
-        seconds_per_step=seconds,
-        tokens_per_step=length,
-    )
+    return Prediction(proposer, k, batch, batch * length / seconds, seconds, length)
 
 
 def best(predictions: Sequence[Prediction]) -> Prediction:

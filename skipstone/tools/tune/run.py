@@ -18,7 +18,7 @@ from skipstone.runtime.k_table import KTable
 from skipstone.tools.flags import choose_prompts
 from skipstone.tools.progress import Progress, announce
 from skipstone.tools.tune import measure
-from skipstone.tools.tune.measure import Sizes
+from skipstone.tools.tune.measure import Axes
 from skipstone.tools.tune.planner import OFF, Acceptance, Costs, Grid, Prediction, best, k_ranges, largest_k, predict
 from skipstone.tools.workload import Job, encode_jobs, job, label, pace, proposer_specs, with_spec
 
@@ -43,7 +43,7 @@ class TuneOptions(msgspec.Struct, kw_only=True):
     validate: bool
 
 
-class Validation(msgspec.Struct, kw_only=True):
+class Validation(msgspec.Struct):
     """A predicted cell and what was measured.
 
     `speed` is that of the machine during the run, from steps of known cost between those that count: 1 while costs were
@@ -57,7 +57,7 @@ class Validation(msgspec.Struct, kw_only=True):
     error: float
 
 
-class TuneReport(msgspec.Struct, kw_only=True):
+class TuneReport(msgspec.Struct):
     """Everything that tune found."""
 
     model: str
@@ -97,18 +97,18 @@ def tune(config: EngineConfig, options: TuneOptions) -> TuneReport:
     prompts = choose_prompts(options.prompts, options.num_prompts)
     jobs = [job(prompt, options.temperature, SEED, options.max_tokens) for prompt in prompts]
     texts, context = _texts(config, jobs, options)
-    sizes = Sizes(texts, options.batches, ks)
-    announce(_estimate(config, options, sizes, jobs, len(specs)))
+    axes = Axes(texts, options.batches, ks)
+    announce(_estimate(config, options, axes, jobs, len(specs)))
     cells = len(texts) * len(options.batches)
     with Progress("measuring", cells + len(specs) * (cells + 1)) as bar:
         bar.say("steps of the target")
-        step = measure.measure_steps(config, sizes, bar.tick)
+        step = measure.measure_steps(config, axes, bar.tick)
         draft: dict[str, Grid] = {}
         acceptance: dict[str, Acceptance] = {}
         for name, spec in specs.items():
             bar.say(name)
             rates = options.rates.get(name)
-            draft[name], found = measure.measure_proposer(config, spec, sizes, jobs if rates is None else [], bar.tick)
+            draft[name], found = measure.measure_proposer(config, spec, axes, jobs if rates is None else [], bar.tick)
             given = None if rates is None else Acceptance(drafted=[1.0] * len(rates), accepted=rates)
             acceptance[name] = given or found
     report = plan(config, Costs(step=step, draft=draft), acceptance, specs, context)
@@ -117,16 +117,16 @@ def tune(config: EngineConfig, options: TuneOptions) -> TuneReport:
     return report
 
 
-def _estimate(config: EngineConfig, options: TuneOptions, sizes: Sizes, jobs: Sequence[Job], proposers: int) -> float:
+def _estimate(config: EngineConfig, options: TuneOptions, axes: Axes, jobs: Sequence[Job], proposers: int) -> float:
     """Seconds that all of it will take, from a few steps without a proposer; drafting is taken to cost nothing."""
-    known, batches, shortest = pace(config, jobs), sizes.batches, min(sizes.texts)
-    with measure.with_dummies(config, sizes.ks[-1]) as llm:
+    known, batches, shortest = pace(config, jobs), axes.batches, min(axes.texts)
+    with measure.with_dummies(config, axes.ks[-1]) as llm:
         number_of_tokens = sum(map(len, encode_jobs(llm, jobs)))
-        few = Sizes({shortest: sizes.texts[shortest]}, sorted({batches[0], batches[-1]}), sizes.ks)
+        few = Axes({shortest: axes.texts[shortest]}, sorted({batches[0], batches[-1]}), axes.ks)
         trial = measure.measure_grid(llm, few, measure.plain_step, lambda: None, turns=1)
-    once = sum(trial.at(shortest, batch, k) for batch in batches for k in sizes.ks)
-    steps = once * measure.STEPS_PER_CELL * len(sizes.texts)
-    prompts = known.prompts / number_of_tokens * sum(sizes.texts) * batches[-1]
+    once = sum(trial.at(shortest, batch, k) for batch in batches for k in axes.ks)
+    steps = once * measure.STEPS_PER_CELL * len(axes.texts)
+    prompts = known.prompts / number_of_tokens * sum(axes.texts) * batches[-1]
     measuring = (1 + proposers) * (known.load + prompts + steps)
     acceptance = (proposers - len(options.rates)) * (known.prompts + known.tokens)
     groups = [-(-len(jobs) // batch) * options.max_tokens * trial.at(shortest, batch, 0) for batch in batches]
@@ -154,15 +154,7 @@ def plan(
         model=config.model,
         notes=f"predicted for a context of {context:.0f} tokens; more than {batches[-1]} requests were not measured",
     )
-    return TuneReport(
-        model=config.model,
-        context=context,
-        costs=costs,
-        acceptance=acceptance,
-        specs=specs,
-        predictions=predictions,
-        table=table,
-    )
+    return TuneReport(config.model, context, costs, acceptance, specs, predictions, table)
 
 
 def validate(config: EngineConfig, report: TuneReport, jobs: Sequence[Job]) -> list[Validation]:
@@ -184,15 +176,8 @@ def validate(config: EngineConfig, report: TuneReport, jobs: Sequence[Job]) -> l
             if cell.proposer != OFF:
                 known += report.costs.draft[cell.proposer].at(run.context, cell.batch, 0)
             speed = known / run.yardstick if run.yardstick else 1.0
-            found.append(
-                Validation(
-                    predicted=again,
-                    context=run.context,
-                    measured=run.tokens_per_second,
-                    speed=speed,
-                    error=again.tokens_per_second * speed / run.tokens_per_second - 1,
-                )
-            )
+            error = again.tokens_per_second * speed / run.tokens_per_second - 1
+            found.append(Validation(again, run.context, run.tokens_per_second, speed, error))
     return found
 
 
