@@ -28,8 +28,7 @@ from skipstone.tools.progress import announce
 from skipstone.tools.tune import measure
 from skipstone.tools.tune import run as tune_run
 from skipstone.tools.tune.planner import OFF, Acceptance, Costs, Grid, best, k_ranges, predict
-from skipstone.tools.tune.report import draw, plot
-from skipstone.tools.tune.run import TuneOptions, plan, tune
+from skipstone.tools.tune.run import TuneOptions, draw, plan, plot, tune
 
 KS, BATCHES, CONTEXTS = [0, 1, 3, 7], [1, 4, 16], [100, 1000]
 

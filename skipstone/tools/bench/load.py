@@ -158,7 +158,6 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
         raise ConfigError(f"--loads names {unknown[0]!r}; it may name {', '.join(names)}")
     if not torch.cuda.is_available():
         raise ConfigError("bench load needs a GPU; bench serve measures any server")
-    values = {name: settings.values[name] for name in OPTIONS if name in settings.values}
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Python {platform.python_version()}")
     cells: list[dict[str, Any]] = []
 
@@ -169,7 +168,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     for k in [*args.k, *(["auto"] if args.auto else [])]:
         spec = "auto" if k == "auto" else f"mtp:{k}" if k else "off"
         began = time.perf_counter()
-        engine = slice_engine(args.slice, spec, args.acceptance, max_model_len=16384, **values)
+        engine = slice_engine(args.slice, spec, args.acceptance, max_model_len=16384, **settings.values)
         built = time.perf_counter() - began
         if args.warmup == "all":
             engine.warm_up()

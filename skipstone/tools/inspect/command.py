@@ -139,11 +139,11 @@ def _speculation(report: CheckpointReport) -> list[str]:
 
 
 def _problems(report: CheckpointReport) -> list[str]:
+    from skipstone.tools.inspect.checkpoint import FAULTS
+
     lines = [f"note: {text}" for text in report.declared_but_absent]
     lines += [f"note: {name} is not in the index and not read" for name in report.unread]
     # Names tell nothing of a checkpoint in another format.
-    from skipstone.tools.inspect.checkpoint import FAULTS
-
     for field, kind in ({} if report.format_refused else FAULTS).items():
         if names := getattr(report, field):
             lines += [f"{len(names)} tensors {kind}:", *(f"  {name}" for name in names[:LISTED])]

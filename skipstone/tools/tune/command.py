@@ -25,8 +25,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     for flag, target in (("--output", args.output), ("--plot", args.plot)):
         if target is not None:
             check_writable(target, flag)
-    from skipstone.tools.tune.report import plot, render  # torch takes seconds to import; errors above come first
-    from skipstone.tools.tune.run import TuneOptions, tune
+    from skipstone.tools.tune.run import TuneOptions, plot, render, tune  # imports torch; errors above come first
 
     report = tune(config, msgspec.convert(vars(args), TuneOptions))
     publish(report, args.json, render)

@@ -1,14 +1,76 @@
-"""The least that a decode step must read from memory, counted from the experts that its rows really touch."""
+"""Times decode steps, and counts the least that they must read from memory by the experts that their rows touch."""
 
 from __future__ import annotations
 
+import argparse
+import gc
+import statistics
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor, nn
 
 from skipstone.kernels.ops import use_ops
 from skipstone.layers.feed_forward import MixtureOfExperts, Router
 from skipstone.runtime.engine import Engine
+from skipstone.tools.bench.slices import mean_seconds, random_request, reach_decoding
+
+
+def measure(engine: Engine, k: int, batch: int, prompt: int, args: argparse.Namespace, rate: float) -> dict[str, Any]:
+    """One cell. A step's time is that of `steps` steps in which every request decodes and nothing else runs.
+
+    Prompts and steps take turns, as a GPU that reads prompts only soon reaches its power limit.
+    """
+
+    def start(tokens: int, seed: int) -> None:
+        for i in range(batch):
+            engine.add(random_request(engine, f"{seed}-{i}", prompt, tokens, seed + i))
+
+    def finish() -> None:
+        while engine.has_work:
+            engine.step()
+
+    def read_prompts(seed: int) -> float:
+        start(1, seed)
+        return mean_seconds(finish, 1)
+
+    read_prompts(0)  # compiles
+    prefills, steps, lengths = [], [], []
+    for seed in range(1, args.rounds + 1):
+        prefills.append(read_prompts(seed))
+        start(output_room(k, batch, args.steps), seed)
+        reach_decoding(engine)
+        if seed == 1:
+            mean_seconds(engine.step, 8)  # captures
+        touched = touched_experts(engine, 4)
+        gc.collect()  # not in the middle of what is timed
+        stats = engine.scheduler.stats.speculation
+        drafted, accepted = stats.steps, stats.accepted
+        steps.append(mean_seconds(engine.step, args.steps))
+        drafted = stats.steps - drafted
+        lengths.append(1 + (stats.accepted - accepted) / drafted if drafted else 1.0)
+        floor_bytes, experts = decode_floor(engine, touched + touched_experts(engine, 4), batch, prompt, k)
+        for request in list(engine.scheduler.running):
+            engine.abort(request)
+    seconds, length, prefill = (statistics.median(values) for values in (steps, lengths, prefills))
+    least = floor_bytes / rate
+    return {
+        "k": k,
+        "batch": batch,
+        "prompt": prompt,
+        "prefill": round(batch * prompt / prefill),
+        "step_ms": seconds * 1e3,
+        "length": length,
+        "ms_per_token": seconds / length * 1e3,
+        "floor_ms": least / length * 1e3,
+        "share": least / seconds,
+        "experts": experts,
+    }
+
+
+def output_room(k: int, batch: int, steps: int) -> int:
+    """Tokens that a request may write at most: while the others' prompts are read, while it is timed, and after."""
+    return (steps + 2 * batch + 32) * (k + 1)
 
 
 def touched_experts(engine: Engine, steps: int) -> list[list[int]]:
