@@ -84,8 +84,7 @@ class Inputs:
         """Values of a size that keeps products of rows near 1."""
         return self.randn(*shape, dtype=dtype).mul_(shape[-2] ** -0.5)
 
-    def positions(self) -> Tensor:
-        """[R, n]: the last n places of each request."""
+    def _positions(self) -> Tensor:  # [R, n]: the last n places of each request
         requests, n, context, _, padding = self.shape
         last = torch.full((requests, 1), context, device=self.device)
         if padding:  # requests of other lengths, and one of none
@@ -102,7 +101,7 @@ class Inputs:
         owned = min(requests * columns, max(LARGEST_CACHE // (row_bytes * block_size), columns))
         order = torch.randperm(owned, generator=self.generator, device=self.device) + FIRST_BLOCK
         table = order[torch.arange(requests * columns, device=self.device) % owned].view(requests, columns)
-        span = Span(slice(0, requests), slice(0, requests * n), n, self.positions(), table)
+        span = Span(slice(0, requests), slice(0, requests * n), n, self._positions(), table)
         return span, owned + FIRST_BLOCK
 
     def cache(self, blocks: int, heads: int, block_size: int, width: int) -> Tensor:

@@ -18,14 +18,7 @@ from skipstone.errors import CheckpointError, SkipstoneError
 from skipstone.kernels.dispatch import choose_device, choose_dtype, free_memory_bytes
 from skipstone.llm import GenerationConfig
 from skipstone.models.base import CausalLM, DraftHead
-from skipstone.models.loader import (
-    ModelInfo,
-    memory_refusal,
-    mtp_bytes,
-    read_model_info,
-    weight_bytes,
-    with_index_keys,
-)
+from skipstone.models.loader import ModelInfo, memory_refusal, mtp_bytes, read_model_info, weight_bytes, with_index_keys
 from skipstone.models.stored import Match, StoredTensor, StoredWeights, match_weights, open_weights
 from skipstone.registry import DRAFT_HEADS
 from skipstone.runtime.available import Candidate, candidates, count_mtp_modules

@@ -13,7 +13,7 @@ from skipstone.cli.output import check_writable, note, writing
 from skipstone.config import EngineConfig
 from skipstone.errors import ConfigError
 from skipstone.spec_config import LARGEST_K, check_rates
-from skipstone.tools.flags import ENGINE_OPTIONS, add_prompt_arguments, integers, positive
+from skipstone.tools.flags import ENGINE_OPTIONS, add_prompt_arguments, integers, positive, reals
 from skipstone.tools.report import check_target, publish
 
 
@@ -42,13 +42,10 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
 
 
 def _temperature(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1
-    if not value >= 0:
+    values = reals("--temperature", "0.7")(text)
+    if len(values) != 1 or not values[0] >= 0:
         raise ConfigError(f"--temperature {text} must be one number of at least 0")
-    return value
+    return values[0]
 
 
 def _profile(path: str) -> dict[str, list[float]]:

@@ -195,9 +195,7 @@ def _roomy(config: EngineConfig, requests: int, k: int) -> EngineConfig:
     """The engine with room for every cell in one step."""
     rows = config.max_num_batched_tokens or ROWS[choose_device(config.device).type]
     return msgspec.structs.replace(
-        config,
-        max_num_seqs=max(config.max_num_seqs, requests),
-        max_num_batched_tokens=max(rows, requests * (k + 1)),
+        config, max_num_seqs=max(config.max_num_seqs, requests), max_num_batched_tokens=max(rows, requests * (k + 1))
     )
 
 
