@@ -11,31 +11,24 @@ from rich.progress import Progress as Bar
 from skipstone.cli.output import note
 
 
-class Progress:
-    """Counts `total` pieces of work."""
+class Progress(Bar):
+    """Counts `total` pieces of work; a context in which the bar is shown."""
 
     def __init__(self, title: str, total: int) -> None:
         self.title, self.total, self.done = title, total, 0
         self.terminal = sys.stderr.isatty()
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self.bar = Bar(*columns, console=Console(stderr=True), disable=not self.terminal, transient=True)
-        self.task = self.bar.add_task(title, total=total)
-
-    def __enter__(self) -> Progress:
-        self.bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.bar.stop()
+        super().__init__(*columns, console=Console(stderr=True), disable=not self.terminal, transient=True)
+        self.task = self.add_task(title, total=total)
 
     def say(self, what: str) -> None:
         """Name the piece that is being worked on."""
-        self.bar.update(self.task, description=f"{self.title}: {what}")
+        self.update(self.task, description=f"{self.title}: {what}")
 
     def tick(self, count: int = 1) -> None:
         """Count pieces that are done."""
         before, self.done = self.done, self.done + count
-        self.bar.advance(self.task, count)
+        self.advance(self.task, count)
         quarter = self.done * 4 // self.total
         if not self.terminal and quarter > before * 4 // self.total:
             note(f"{self.title}: {quarter * 25} %")

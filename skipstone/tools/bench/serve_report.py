@@ -139,7 +139,7 @@ def _table(runs: Sequence[Run]) -> tuple[list[str], list[list[str]], list[str]]:
 
 
 def render(runs: Sequence[Run]) -> None:
-    """Print it."""
+    """Print the report."""
     names, rows, errors = _table(runs)
     table = table_of(None, ["", *names], ("",))
     table.box, table.pad_edge = None, False

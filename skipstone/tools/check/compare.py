@@ -58,7 +58,7 @@ class Reference(Observer):
         self.logits: defaultdict[str, list[Tensor]] = defaultdict(list)
 
     def on_runs(self, runs: list[EmittedRun]) -> None:
-        """Keep them."""
+        """Keep tokens and logits of a step's rows."""
         for run in runs:
             self.tokens[run.request.request_id] += run.token_ids
             self.logits[run.request.request_id] += run.logits.clone()
@@ -79,7 +79,7 @@ class Comparer(Observer):
         self.differing: dict[str, Difference] = {}
 
     def on_runs(self, runs: list[EmittedRun]) -> None:
-        """Compare them."""
+        """Compare a step's rows, up to the first other token of each text."""
         for run in runs:
             first = run.start - run.request.num_prompt_tokens
             tokens = self.reference.tokens[run.request.request_id]

@@ -183,7 +183,7 @@ def _token_texts(config: EngineConfig, differences: Sequence[Difference]) -> dic
 
 
 def render(report: CheckReport) -> None:
-    """Print it."""
+    """Print the report."""
     out, graphs = console(), report.ran_as_graphs
     title = f"{report.model}: against k = 0, {report.reference_steps} steps"
     table = table_of(title, [*HEADINGS, *([GRAPHS] if graphs else [])], ("proposer", POSITIONS))

@@ -27,7 +27,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
 
 
 def render(found: Report) -> None:
-    """Print it."""
+    """Print the report."""
     lines = [f"{name:<15}{value}" for name, value in found.facts.items()]
     lines += ["", f"{'op':<20}{'runs with':<12}{'error':>9}  {'row alone':<12}result"]
     for item in found.ops:

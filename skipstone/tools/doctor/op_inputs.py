@@ -57,7 +57,7 @@ class Shape(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """T."""
+        """T, over all requests."""
         return self.requests * self.n
 
 
@@ -77,7 +77,7 @@ class Inputs:
         return out.normal_(generator=self.generator)
 
     def integers(self, low: int, high: int, *shape: int) -> Tensor:
-        """int64."""
+        """Whole numbers from `low` to `high` - 1, int64."""
         return torch.randint(low, high, shape, generator=self.generator, device=self.device)
 
     def weight(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:

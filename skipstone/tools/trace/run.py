@@ -144,7 +144,7 @@ def trace(config: EngineConfig, prompt: Prompt, settings: Settings) -> TraceRepo
 
 
 def render(report: TraceReport) -> None:
-    """Print it."""
+    """Print the report."""
     out = console()
     texts = [(COLOURS[token.origin], escape(token.text or f" {token.token_id}")) for token in report.tokens]
     out.print("".join(f"[{colour}]{text}[/]" for colour, text in texts))

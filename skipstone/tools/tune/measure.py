@@ -48,7 +48,7 @@ class DummyProposer(NgramProposer):
     """Drafts of no worth that cost nothing to make: tokens that the request has written a while ago."""
 
     def propose(self, step: DraftStep) -> Tensor | None:
-        """See the class."""
+        """The tokens from 2k places back on."""
         if not step.k:
             return None
         place = step.newest[:, None] - 2 * step.k + torch.arange(step.k, device=step.newest.device)
@@ -65,7 +65,7 @@ class Meter(Observer):
         self.steps, self.drafts = 0, SpeculationStats()
 
     def on_phase(self, phase: Phase) -> None:
-        """Remember when it ended."""
+        """Note when a part of the step has ended."""
         self.ends[phase] = time.perf_counter()
 
     def on_runs(self, runs: list[EmittedRun]) -> None:

@@ -218,7 +218,7 @@ def _texts(config: EngineConfig, jobs: Sequence[Job], options: TuneOptions) -> t
 
 
 def render(report: TuneReport) -> None:
-    """Print it."""
+    """Print the report."""
     out = console()
     out.print(_costs(report))
     for name, known in report.acceptance.items():
