@@ -15,7 +15,7 @@ from skipstone.core.kv_cache import CacheSpec, CacheTensorSpec
 from skipstone.layers.feed_forward import Router
 from skipstone.models.minimax_m3 import read_minimax_m3
 from skipstone.runtime.memory import Room, plan_caches
-from skipstone.tools.bench.decode_floor import route_alike
+from skipstone.tools.bench.decode_run import route_alike
 
 
 def test_all_rows_choose_the_same_experts() -> None:

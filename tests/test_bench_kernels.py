@@ -24,16 +24,16 @@ from skipstone.tools.bench.kernel_cells import CELLS, Cell
 from skipstone.tools.bench.kernel_peer import Peer, load_peer
 from skipstone.tools.bench.kernel_run import Ceilings, Measured
 from skipstone.tools.bench.kernels import _line
-from skipstone.tools.doctor.op_inputs import SMALL, Inputs, Load
+from skipstone.tools.doctor.op_inputs import SMALL, Inputs, Shape
 from skipstone.tools.doctor.op_run import arguments, make_case
 
 CPU = torch.device("cpu")
 
 
-def small(cell: Cell) -> Load:
+def small(cell: Cell) -> Shape:
     """The cell's kind of call, for a CPU."""
-    requests, n, context, *rest = cell.load
-    return Load(min(requests, 2), min(n, 5), min(context, 200), *rest)
+    requests, n, context, *rest = cell.shape
+    return Shape(min(requests, 2), min(n, 5), min(context, 200), *rest)
 
 
 def test_it_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,9 +58,9 @@ def test_cells_can_be_made(cell: Cell) -> None:
 
 def test_smaller_calls_are_smaller() -> None:
     for cell in CELLS:
-        sizes, load = cell.check_sizes()
-        assert sizes.experts == 8 and load.rows <= 512 and load.context <= 5000
-        assert load.n > 1 or cell.load.n == 1
+        sizes, shape = cell.check_sizes()
+        assert sizes.experts == 8 and shape.rows <= 512 and shape.context <= 5000
+        assert shape.n > 1 or cell.shape.n == 1
 
 
 def chosen(indices: Tensor) -> list[list[set[int]]]:
@@ -70,7 +70,7 @@ def chosen(indices: Tensor) -> list[list[set[int]]]:
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_selections(overlap: bool) -> None:
-    inputs = Inputs(SMALL, Load(2, 6, 32 * 40, overlap), torch.float32, CPU, 1, False)
+    inputs = Inputs(SMALL, Shape(2, 6, 32 * 40, overlap), torch.float32, CPU, 1, False)
     span, _ = inputs.span(32, 1)
     indices = inputs.choose(span.positions, 2, 32, 8)
     rows = chosen(indices)
@@ -81,7 +81,7 @@ def test_selections(overlap: bool) -> None:
 
 
 def test_bytes_of_selected_blocks() -> None:
-    case = make_case("sparse_gqa", SMALL, Load(2, 4, 32 * 40), torch.float32, CPU)
+    case = make_case("sparse_gqa", SMALL, Shape(2, 4, 32 * 40), torch.float32, CPU)
     rows = chosen(case.args[3])
     blocks = sum(len(set.union(*(rows[4 * r + j][g] for j in range(4)))) for r in range(2) for g in range(2))
     q = case.args[0]
@@ -91,7 +91,7 @@ def test_bytes_of_selected_blocks() -> None:
 
 
 def test_requests_have_their_own_blocks() -> None:
-    span, blocks = Inputs(SMALL, Load(3, 1, 100), torch.float32, CPU, 1, False).span(32, 4)
+    span, blocks = Inputs(SMALL, Shape(3, 1, 100), torch.float32, CPU, 1, False).span(32, 4)
     assert sorted(span.block_table.flatten().tolist()) == list(range(FIRST_BLOCK, blocks)) and blocks == 14
 
 
@@ -113,7 +113,7 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("on_a_cpu")
 @pytest.mark.parametrize("op", ["sparse_gqa", "norm_rotate_store", "experts_forward", "add_rms_norm"])
 def test_a_cell_is_measured(op: str) -> None:
-    found = kernel_run.measure(Cell("x", op, Load(2, 2, 150)), Ceilings(1e9, 1e12), 3, None)
+    found = kernel_run.measure(Cell("x", op, Shape(2, 2, 150)), Ceilings(1e9, 1e12), 3, None)
     assert found.failure is None and found.exact_us == found.fast_us == 10.0
     assert found.has_exact == (op in ("sparse_gqa", "experts_forward"))
     assert found.share == found.floor_us / 10.0 > 0 and found.error < 1e-5 and found.peer_us is None
@@ -121,7 +121,7 @@ def test_a_cell_is_measured(op: str) -> None:
 
 @pytest.mark.usefixtures("on_a_cpu")
 def test_what_fails_is_reported(monkeypatch: pytest.MonkeyPatch, peer: Peer) -> None:
-    cell, limits = Cell("x", "sparse_gqa", Load(2, 2, 150)), Ceilings(1e9, 1e12)
+    cell, limits = Cell("x", "sparse_gqa", Shape(2, 2, 150)), Ceilings(1e9, 1e12)
     assert kernel_run.measure(cell, limits, 3, peer).peer_us == 10.0
     peer.attention.minimax_m3_sparse_attn_decode = lambda *args: args[7].zero_()
     found = kernel_run.measure(cell, limits, 3, peer)
@@ -174,12 +174,12 @@ def peer(monkeypatch: pytest.MonkeyPatch) -> Peer:
     return Peer(index, attention)  # type: ignore[arg-type]
 
 
-SPAN = Inputs(SMALL, Load(1, 1, 100), torch.float32, CPU, 1, False).span(32, 4)[0]
+SPAN = Inputs(SMALL, Shape(1, 1, 100), torch.float32, CPU, 1, False).span(32, 4)[0]
 
 
 @pytest.mark.parametrize("op", ["block_select", "sparse_gqa"])
 def test_what_a_peer_is_given(op: str, peer: Peer) -> None:
-    cases = [make_case(op, SMALL, Load(2, 3, 500), torch.float32, CPU) for _ in range(2)]
+    cases = [make_case(op, SMALL, Shape(2, 3, 500), torch.float32, CPU) for _ in range(2)]
     made = peer.calls(op, cases)
     assert made is not None and len(made) == 2
     assert peer.calls("linear", cases) is None
@@ -189,5 +189,5 @@ def test_a_peer_that_computes_something_else(peer: Peer) -> None:
     attend: Callable[..., Any] = peer.attention.minimax_m3_sparse_attn_decode
     peer.attention.minimax_m3_sparse_attn_decode = lambda *args: (attend(*args), args[7].mul_(1.1))
     with pytest.raises(RuntimeError, match="the peer's results differ"):
-        peer.calls("sparse_gqa", [make_case("sparse_gqa", SMALL, Load(2, 3, 500), torch.float32, CPU)])
+        peer.calls("sparse_gqa", [make_case("sparse_gqa", SMALL, Shape(2, 3, 500), torch.float32, CPU)])
     assert kernel_peer.DECODED >= 4

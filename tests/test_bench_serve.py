@@ -24,9 +24,8 @@ from waiting import PATIENCE_S, below, wait_for
 from skipstone.cli import main as cli
 from skipstone.cli.prompts import Prompt
 from skipstone.errors import ConfigError
-from skipstone.tools.bench.load_client import Drafts, Sample
-from skipstone.tools.bench.load_run import Load, due_times, run_load
-from skipstone.tools.bench.load_stats import METRICS, meets, parse_goals, percentile, summarize
+from skipstone.tools.bench.serve_client import Drafts, Load, Sample, due_times, run_load
+from skipstone.tools.bench.serve_report import METRICS, PERCENTILES, meets, parse_goals, summarize
 
 DEMO = Path(__file__).resolve().parent.parent / "checkpoints" / "demo"
 SLACK_S = 0.15  # by which a time may differ where no other program disturbs it
@@ -141,10 +140,14 @@ class TestArrivals:
 
 class TestNumbers:
     def test_percentiles(self) -> None:
-        values = [random.Random(1).expovariate(1) for _ in range(57)]
-        for share in (0, 10, 50, 95, 99, 100):
-            assert percentile(values, share) == pytest.approx(np.percentile(values, share))
-        assert percentile([], 50) == 0.0 and percentile([3.0], 99) == 3.0
+        draw = random.Random(1)
+        values = [draw.expovariate(1) for _ in range(57)]
+        result = summarize([Sample(prompt="", due=0, arrivals=[each], seconds=each) for each in values], 1.0, 1.0, {})
+        for share in PERCENTILES:
+            assert result[f"p{share}_ttft_ms"] == pytest.approx(1e3 * np.percentile(values, share))
+            assert result[f"p{share}_itl_ms"] == 0.0
+        one = summarize([Sample(prompt="", due=0, arrivals=[3.0], seconds=3.0)], 1.0, 1.0, {})
+        assert one["p99_e2el_ms"] == one["median_e2el_ms"] == 3000.0
 
     def test_by_hand(self) -> None:
         samples = [
@@ -227,7 +230,7 @@ class TestCommand:
     def check_page(self, text: str) -> None:
         """It fetches nothing, and every picture is well-formed."""
         assert not re.search(r"<script|<link|src=|@import|url\(", text)
-        pictures = re.findall(r"<svg.*?</svg>", text)
+        pictures = re.findall(r"<svg.*?</svg>", text, flags=re.S)
         assert len(pictures) == len(METRICS)
         for picture in pictures:
             tree = xml.etree.ElementTree.fromstring(picture)

@@ -24,7 +24,7 @@ from skipstone.runtime.scheduler import Scheduler
 from skipstone.spec.verify import Drafted, Verifier
 from skipstone.tools.check.compare import LOGIC_ERROR, NEAR_TIE
 from skipstone.tools.check.run import CheckReport, check
-from skipstone.tools.workload import choose_prompts
+from skipstone.tools.flags import choose_prompts
 
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6], list(range(3, 60)), [9, 8] * 20, [11], list(range(100, 20, -3)) * 2]
 

@@ -18,7 +18,7 @@ from skipstone.kernels.ops import OP_NAMES, load_ops
 from skipstone.registry import KERNELS
 from skipstone.tools.doctor import report as doctor_report
 from skipstone.tools.doctor.op_cases import OP_CASES
-from skipstone.tools.doctor.op_inputs import SMALL, Load
+from skipstone.tools.doctor.op_inputs import SMALL, Shape
 from skipstone.tools.doctor.op_run import Verdict, alone, examine, make_case, map_tensors, results
 
 CPU = torch.device("cpu")
@@ -131,7 +131,7 @@ def test_cases_in_bfloat16(op: str) -> None:
 
 
 def test_one_row_of_a_case_is_that_row() -> None:
-    case = make_case("sparse_gqa", SMALL, Load(2, 3, 300), torch.float32, CPU)
+    case = make_case("sparse_gqa", SMALL, Shape(2, 3, 300), torch.float32, CPU)
     span, cut = case.args[5], alone(case, 4).args
     assert torch.equal(cut[0], case.args[0][4:5]) and cut[1] is case.args[1]
     assert cut[5].positions.tolist() == [[int(span.positions[1, 1])]]
@@ -139,7 +139,7 @@ def test_one_row_of_a_case_is_that_row() -> None:
 
 
 def test_what_an_op_writes_stays_as_it_was() -> None:
-    case = make_case("store", SMALL, Load(1, 3, 9), torch.float32, CPU)
+    case = make_case("store", SMALL, Shape(1, 3, 9), torch.float32, CPU)
     results(case, KERNELS.load("store/reference"), False)
     assert not case.written[0].any()
     assert map_tensors((torch.ones(1), 2), lambda tensor: tensor + 1)[0] == 2

@@ -49,7 +49,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         (*DATA, "kernels"),
     ),
     "tools.doctor.report": (*DATA, "kernels", "attention.msa_aiter", "runtime"),
-    "tools.bench.decode_floor": (*DATA, "kernels.ops", "layers.feed_forward", "runtime"),
+    "tools.bench.decode_run": (*DATA, "kernels.ops", "layers.feed_forward", "runtime"),
     "tools.inspect.heads": (*DATA, "kernels.dispatch", "models", "runtime"),
     "tools": (
         *DATA,

@@ -52,7 +52,7 @@ class TestNumbers:
         for file in folder(name).glob("*.safetensors"):
             with safe_open(file, framework="pt") as shard:
                 stored = {key: list(shard.get_tensor(key).shape) for key in shard.keys()}  # noqa: SIM118
-            assert {tensor.name: tensor.shape for tensor in read_header(file)} == stored
+            assert {name: entry.shape for name, entry in read_header(file).items()} == stored
 
     def test_parts_add_up_to_the_checkpoint(
         self, name: str, folder: Callable[[str], Path], tiny: Callable[[str], Tiny]

@@ -27,7 +27,8 @@ from skipstone.kernels.reference import gemm as reference
 from skipstone.kernels.reference.pointwise import GatedActivation
 from skipstone.registry import KERNELS
 from skipstone.tools.check.compare import NEAR_TIE, Comparer, Reference
-from skipstone.tools.workload import choose_prompts, run_jobs
+from skipstone.tools.flags import choose_prompts
+from skipstone.tools.workload import run_jobs
 
 numba = pytest.importorskip("numba")
 np = pytest.importorskip("numpy")

@@ -15,8 +15,7 @@ from skipstone.cli.options import Settings
 from skipstone.cli.prompts import Prompt
 from skipstone.config import make_config
 from skipstone.core.request import SamplingParams
-from skipstone.tools.trace.report import summary
-from skipstone.tools.trace.run import PROMPT, TracedToken, TraceReport, trace
+from skipstone.tools.trace.run import PROMPT, TracedToken, TraceReport, summary, trace
 
 PROMPT_IDS = [(11 * i + i * i) % 120 for i in range(90)]  # far more than a sparse layer may read
 

@@ -27,10 +27,8 @@ from skipstone.tools import workload
 from skipstone.tools.progress import announce
 from skipstone.tools.tune import measure
 from skipstone.tools.tune import run as tune_run
-from skipstone.tools.tune.command import TuneOptions
 from skipstone.tools.tune.planner import OFF, Acceptance, Costs, Grid, best, k_ranges, predict
-from skipstone.tools.tune.report import draw, plot
-from skipstone.tools.tune.run import plan, tune
+from skipstone.tools.tune.run import TuneOptions, draw, plan, plot, tune
 
 KS, BATCHES, CONTEXTS = [0, 1, 3, 7], [1, 4, 16], [100, 1000]
 
@@ -173,7 +171,7 @@ def test_steps_that_the_machine_held_up_decide_nothing(
 
     clock.stalls = stalls
     texts = {16: [[5 + i for i in range(16)]] * 2}
-    grid = measure.measure_steps(make_config(model=str(model)), texts, [1, 2], [0, 1, 3], lambda: None)
+    grid = measure.measure_steps(make_config(model=str(model)), measure.Axes(texts, [1, 2], [0, 1, 3]), lambda: None)
     assert seen > count
     for batch, k in itertools.product((1, 2), (0, 1, 3)):
         assert grid.at(16, batch, k) == pytest.approx(0.010 + 0.001 * batch * (k + 1)), (batch, k)

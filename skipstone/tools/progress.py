@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
@@ -11,36 +10,25 @@ from rich.progress import Progress as Bar
 
 from skipstone.cli.output import note
 
-WIDTH_ELSEWHERE = 160
 
-
-class Progress:
-    """Counts `total` pieces of work."""
+class Progress(Bar):
+    """Counts `total` pieces of work; a context in which the bar is shown."""
 
     def __init__(self, title: str, total: int) -> None:
         self.title, self.total, self.done = title, total, 0
         self.terminal = sys.stderr.isatty()
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self.bar = Bar(*columns, console=Console(stderr=True), disable=not self.terminal, transient=True)
-        self.task = self.bar.add_task(title, total=total)
-
-    def __enter__(self) -> Progress:
-        self.bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.bar.stop()
+        super().__init__(*columns, console=Console(stderr=True), disable=not self.terminal, transient=True)
+        self.task = self.add_task(title, total=total)
 
     def say(self, what: str) -> None:
-        """Name what is being done."""
-        self.bar.update(self.task, description=f"{self.title}: {what}")
+        """Name the piece that is being worked on."""
+        self.update(self.task, description=f"{self.title}: {what}")
 
     def tick(self, count: int = 1) -> None:
-        """Some pieces are done."""
+        """Count pieces that are done."""
         before, self.done = self.done, self.done + count
-        self.bar.advance(self.task, count)
+        self.advance(self.task, count)
         quarter = self.done * 4 // self.total
         if not self.terminal and quarter > before * 4 // self.total:
             note(f"{self.title}: {quarter * 25} %")
@@ -50,9 +38,3 @@ def announce(seconds: float) -> None:
     """Say how long something will take; an estimate, so in round numbers."""
     size, unit = (3600, "h") if seconds >= 5400 else (60, "min") if seconds >= 90 else (1, "s")
     note(f"this takes about {max(seconds / size, 1):.0f} {unit} here")
-
-
-def console() -> Console:
-    """Where results go: standard output, wide enough for tables when it is no terminal."""
-    wide = None if sys.stdout.isatty() else WIDTH_ELSEWHERE
-    return Console(width=wide, highlight=False, soft_wrap=False)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from skipstone.cli.generate import encoded
-from skipstone.cli.prompts import Prompt, read_file
+from skipstone.cli.prompts import Prompt
 from skipstone.config import EngineConfig
 from skipstone.core.observer import Observer
 from skipstone.core.request import SamplingParams
@@ -19,7 +19,6 @@ from skipstone.core.speculation import SpeculationStats
 from skipstone.errors import ConfigError, RequestError
 from skipstone.llm import LLM
 from skipstone.models.loader import ModelInfo
-from skipstone.models.locate import shipped_prompts
 from skipstone.outputs import RequestOutput
 from skipstone.runtime.available import candidates
 
@@ -34,11 +33,6 @@ class Pace(NamedTuple):
     prompts: float  # of all jobs
     tokens: float  # of all jobs
 
-    @property
-    def total(self) -> float:
-        """All of it."""
-        return self.load + self.prompts + self.tokens
-
 
 class Finished(NamedTuple):
     """What an engine made of its jobs, in their order."""
@@ -46,15 +40,6 @@ class Finished(NamedTuple):
     outputs: list[RequestOutput]
     speculation: SpeculationStats
     steps: int
-    seconds: float
-
-
-def choose_prompts(file: str | None, count: int) -> list[Prompt]:
-    """`count` prompts spread over a file's, or over the shipped ones; all when there are no more than that."""
-    prompts = read_file(file or str(shipped_prompts()), flag="--prompts")
-    if len(prompts) <= count:
-        return prompts
-    return [prompts[i * len(prompts) // count] for i in range(count)]
 
 
 def job(prompt: Prompt, temperature: float, seed: int, max_tokens: int) -> Job:
@@ -130,8 +115,7 @@ def run_jobs(
     """
     with LLM(config=config, observer=observer) as llm:
         outputs = run_on(llm, jobs, tick)
-        stats = llm.engine.stats
-        return Finished(outputs, llm.engine.scheduler.stats.speculation, stats.steps, stats.seconds)
+        return Finished(outputs, llm.engine.scheduler.stats.speculation, llm.engine.stats.steps)
 
 
 def run_on(llm: LLM, jobs: Sequence[Job], tick: Callable[[], None]) -> list[RequestOutput]:

@@ -49,6 +49,14 @@ def time_calls(calls: Sequence[Callable[[], Any]], rounds: int) -> Timing:
     return Timing(min(first, second) / count * 1e6, abs(first - second) / min(first, second))
 
 
+def copy_rate() -> float:
+    """Bytes per second that a large copy reads and writes here: the ceiling of whatever streams memory."""
+    source = torch.empty(2**30, dtype=torch.float32, device="cuda").normal_()
+    target = torch.empty_like(source)
+    target.copy_(source)
+    return 2 * source.nbytes / statistics.median(elapsed(lambda: target.copy_(source)) for _ in range(5))
+
+
 def matmul_rate(size: int = 8192) -> float:
     """Operations per second of a bfloat16 product of random matrices: the ceiling of whatever computes."""
     a, b = (torch.empty(size, size, dtype=torch.bfloat16, device="cuda").normal_() for _ in range(2))

@@ -6,10 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from skipstone.tools.doctor.op_inputs import RELEASES, Load, Sizes
+from skipstone.tools.doctor.op_inputs import RELEASES, Shape, Sizes
 
 K = 1024
-ROWS = (1, 4, 16, 64)
 
 
 class Cell(NamedTuple):
@@ -17,95 +16,64 @@ class Cell(NamedTuple):
 
     name: str
     op: str
-    load: Load
+    shape: Shape
     quick: bool = False
     options: tuple[tuple[str, Any], ...] = ()
 
-    def check_sizes(self) -> tuple[Sizes, Load]:
+    def check_sizes(self) -> tuple[Sizes, Shape]:
         """A smaller call of the same kind, which plain torch in float64 can follow."""
-        requests, n, context, *rest = self.load
-        by_rows = context == 0
-        n = min(n, 512 if by_rows else 96)
-        smaller = Load(min(requests, 3), n, min(context, 5000), *rest)
+        requests, n, context, *rest = self.shape
+        smaller = Shape(min(requests, 3), min(n, 96 if context else 512), min(context, 5000), *rest)
         return RELEASES._replace(experts=8), smaller
 
 
-def rows_load(rows: int) -> Load:
-    """Rows of no particular request."""
-    return Load(1, rows, 0)
-
-
-def _selection() -> list[Cell]:
+def _cells(name: str, op: str, context: int, shapes: str, overlap: bool = True, **options: Any) -> list[Cell]:
+    """A cell for each of `shapes`, requests x rows; * marks the quick ones."""
     cells = []
-    for context in (8 * K, 32 * K, 128 * K):
-        for batch in (1, 16, 64):
-            for n in (1, 4):
-                quick = (batch, n) == (1, 1) or (batch, context) == (16, 32 * K)
-                name = f"M3 index+top-k {batch} x {n} at {context // K}k"
-                cells.append(Cell(name, "block_select", Load(batch, n, context), quick))
-    cells += [Cell(f"M3 index+top-k prompt {n // K}k", "block_select", Load(1, n, n)) for n in (8 * K, 32 * K)]
-    for batch, n, context in ((1, 1, 8 * K), (1, 1, 128 * K), (16, 1, 32 * K), (16, 4, 32 * K), (1, 4, 128 * K)):
-        for kind, options in (("", ()), ("FP8 ", (("fp8", True),))):
-            name = f"DSA {kind}index+top-k {batch} x {n} at {context // K}k"
-            cells.append(Cell(name, "token_select", Load(batch, n, context), batch == 1 and n == 1, options))
+    for text in shapes.split():
+        r, n = map(int, text.rstrip("*").split("x"))
+        shape = Shape(r, n, context, overlap)
+        cells.append(Cell(name.format(r=r, n=n), op, shape, text.endswith("*"), tuple(options.items())))
     return cells
 
 
-def _attention() -> list[Cell]:
-    cells = []
-    for batch in (1, 16, 64):
-        cells.append(Cell(f"M3 attention {batch} x 1", "sparse_gqa", Load(batch, 1, 8 * K), batch != 16))
-        cells.append(Cell(f"M3 attention {batch} x 4, d=1", "sparse_gqa", Load(batch, 4, 8 * K), batch == 64))
-        apart = Load(batch, 4, 32 * K, overlap=False)
-        cells.append(Cell(f"M3 attention {batch} x 4, random", "sparse_gqa", apart, batch == 64))
-    for n in (8 * K, 32 * K):
-        for overlap in (True, False):
-            name = f"M3 attention prompt {n // K}k, {'d=1' if overlap else 'random'}"
-            cells.append(Cell(name, "sparse_gqa", Load(1, n, n, overlap), n == 8 * K))
-    for batch, n in ((1, 1), (1, 4), (16, 1), (16, 4), (64, 1)):
-        cells.append(Cell(f"dense attention {batch} x {n} at 8k", "dense_attention", Load(batch, n, 8 * K), n == 1))
-    cells.append(Cell("dense attention prompt 8k", "dense_attention", Load(1, 8 * K, 8 * K)))
-    for batch, n in ((1, 1), (1, 4), (16, 1), (64, 1), (32, 4)):
-        name = f"DSA sparse MLA {batch} x {n} at 32k"
-        cells.append(Cell(name, "sparse_mla", Load(batch, n, 32 * K), batch in (1, 64) and n == 1))
-    cells.append(Cell("DSA sparse MLA prompt 2k", "sparse_mla", Load(1, 2 * K, 8 * K)))
-    cells.append(Cell("M3 page table 64 x 4", "verify_page_table", Load(64, 4, 8 * K)))
-    return cells
-
-
-def _products() -> list[Cell]:
-    shapes: dict[str, dict[str, Any]] = {
-        "qkv+index": {"outputs": 9856},
-        "out": {"inner": 8192, "outputs": 6144},
-        "dense up": {"outputs": 24576},
-        "dense down": {"inner": 12288, "outputs": 6144},
-        "router": {"outputs": 128, "weight_dtype": torch.float32},
-    }
-    cells = [
-        Cell(f"linear {name} T={rows}", "linear", rows_load(rows), rows in (1, 64), tuple(options.items()))
-        for name, options in shapes.items()
-        for rows in ROWS
-    ]
-    for rows in (1, 4, 64):
-        vocabulary = (("outputs", RELEASES.vocab),)
-        cells.append(Cell(f"vocabulary T={rows}", "linear", rows_load(rows), rows == 4, vocabulary))
-        cells.append(Cell(f"sample T={rows}", "sample", rows_load(rows), rows == 4))
-    return cells
-
-
-def _rows() -> list[Cell]:
-    cells = []
-    for rows in (*ROWS, 256, 8 * K):
-        cells.append(Cell(f"MoE T={rows}", "experts_forward", rows_load(rows), rows in (1, 16)))
-    for rows in (1, 64, 256):
-        cells.append(Cell(f"qk-norm+rope+insert T={rows}", "norm_rotate_store", rows_load(rows), rows == 64))
-        cells.append(Cell(f"add+norm T={rows}", "add_rms_norm", rows_load(rows), rows == 64))
-    for rows in (1, 64):
-        for kind, options in (("", ()), ("FP8 ", (("fp8", True),))):
-            cells.append(Cell(f"DSA {kind}index rows T={rows}", "index_rows", rows_load(rows), rows == 64, options))
-    cells += [Cell(f"route T={rows}", "route", rows_load(rows)) for rows in (1, 64)]
-    cells += [Cell(f"absorb T={rows}", "bmm", rows_load(rows)) for rows in (1, 64)]
-    return cells
-
-
-CELLS = (*_selection(), *_attention(), *_products(), *_rows())
+SIZES = "1x1* 1x4 1x16 1x64*"  # of products: rows of no particular request
+CELLS = (
+    *_cells("M3 index+top-k {r} x {n} at 8k", "block_select", 8 * K, "1x1* 1x4 16x1 16x4 64x1 64x4"),
+    *_cells("M3 index+top-k {r} x {n} at 32k", "block_select", 32 * K, "1x1* 1x4 16x1* 16x4* 64x1 64x4"),
+    *_cells("M3 index+top-k {r} x {n} at 128k", "block_select", 128 * K, "1x1* 1x4 16x1 16x4 64x1 64x4"),
+    *_cells("M3 index+top-k prompt 8k", "block_select", 8 * K, "1x8192"),
+    *_cells("M3 index+top-k prompt 32k", "block_select", 32 * K, "1x32768"),
+    *_cells("DSA index+top-k {r} x {n} at 8k", "token_select", 8 * K, "1x1*"),
+    *_cells("DSA index+top-k {r} x {n} at 32k", "token_select", 32 * K, "16x1 16x4"),
+    *_cells("DSA index+top-k {r} x {n} at 128k", "token_select", 128 * K, "1x1* 1x4"),
+    *_cells("DSA FP8 index+top-k {r} x {n} at 8k", "token_select", 8 * K, "1x1*", fp8=True),
+    *_cells("DSA FP8 index+top-k {r} x {n} at 32k", "token_select", 32 * K, "16x1 16x4", fp8=True),
+    *_cells("DSA FP8 index+top-k {r} x {n} at 128k", "token_select", 128 * K, "1x1* 1x4", fp8=True),
+    *_cells("M3 attention {r} x 1", "sparse_gqa", 8 * K, "1x1* 16x1 64x1*"),
+    *_cells("M3 attention {r} x 4, d=1", "sparse_gqa", 8 * K, "1x4 16x4 64x4*"),
+    *_cells("M3 attention {r} x 4, random", "sparse_gqa", 32 * K, "1x4 16x4 64x4*", overlap=False),
+    *_cells("M3 attention prompt 8k, d=1", "sparse_gqa", 8 * K, "1x8192*"),
+    *_cells("M3 attention prompt 8k, random", "sparse_gqa", 8 * K, "1x8192*", overlap=False),
+    *_cells("M3 attention prompt 32k, d=1", "sparse_gqa", 32 * K, "1x32768"),
+    *_cells("M3 attention prompt 32k, random", "sparse_gqa", 32 * K, "1x32768", overlap=False),
+    *_cells("dense attention {r} x {n} at 8k", "dense_attention", 8 * K, "1x1* 1x4 16x1* 16x4 64x1*"),
+    *_cells("dense attention prompt 8k", "dense_attention", 8 * K, "1x8192"),
+    *_cells("DSA sparse MLA {r} x {n} at 32k", "sparse_mla", 32 * K, "1x1* 1x4 16x1 64x1* 32x4"),
+    *_cells("DSA sparse MLA prompt 2k", "sparse_mla", 8 * K, "1x2048"),
+    *_cells("M3 page table 64 x 4", "verify_page_table", 8 * K, "64x4"),
+    *_cells("linear qkv+index T={n}", "linear", 0, SIZES, outputs=9856),
+    *_cells("linear out T={n}", "linear", 0, SIZES, inner=8192, outputs=6144),
+    *_cells("linear dense up T={n}", "linear", 0, SIZES, outputs=24576),
+    *_cells("linear dense down T={n}", "linear", 0, SIZES, inner=12288, outputs=6144),
+    *_cells("linear router T={n}", "linear", 0, SIZES, outputs=128, weight_dtype=torch.float32),
+    *_cells("vocabulary T={n}", "linear", 0, "1x1 1x4* 1x64", outputs=RELEASES.vocab),
+    *_cells("sample T={n}", "sample", 0, "1x1 1x4* 1x64"),
+    *_cells("MoE T={n}", "experts_forward", 0, "1x1* 1x4 1x16* 1x64 1x256 1x8192"),
+    *_cells("qk-norm+rope+insert T={n}", "norm_rotate_store", 0, "1x1 1x64* 1x256"),
+    *_cells("add+norm T={n}", "add_rms_norm", 0, "1x1 1x64* 1x256"),
+    *_cells("DSA index rows T={n}", "index_rows", 0, "1x1 1x64*"),
+    *_cells("DSA FP8 index rows T={n}", "index_rows", 0, "1x1 1x64*", fp8=True),
+    *_cells("route T={n}", "route", 0, "1x1 1x64"),
+    *_cells("absorb T={n}", "bmm", 0, "1x1 1x64"),
+)

@@ -23,7 +23,7 @@ from skipstone.registry import KERNELS
 from skipstone.tools.doctor.op_cases import OpCase
 from skipstone.tools.doctor.op_run import arguments
 
-FILES = ("index_topk", "sparse_attn")
+FILES = ("index_topk.py", "sparse_attn.py")
 DECODED = 8  # most rows of a request that go through the kernels for decoding
 
 
@@ -35,13 +35,9 @@ class Peer:
 
     def calls(self, op: str, cases: list[OpCase]) -> list[Callable[[], Any]] | None:
         """The peer's calls for these inputs; None where it has no such kernel. Raises when results differ from ours."""
-        makers: dict[str, Callable[..., Callable[[], Any]]] = {
-            "block_select": self._select,
-            "sparse_gqa": self._attend,
-        }
-        make = makers.get(op)
-        if make is None:
+        if op not in ("block_select", "sparse_gqa"):
             return None
+        make: Callable[..., Callable[[], Any]] = self._select if op == "block_select" else self._attend
         made = [make(*arguments(case, False)) for case in cases]
         ours, theirs = KERNELS.load(f"{op}/triton")(*arguments(cases[0], False)), made[0]()
         if op == "block_select":
@@ -74,12 +70,8 @@ class Peer:
         self, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, unit: int, span: Span, scale: float, exact: bool
     ) -> Callable[[], Any]:
         lengths, table, starts, prefix = _lengths(span)
-        cache, ids, heads, n = (
-            torch.cat([k, v], dim=-1),
-            indices.permute(1, 0, 2).contiguous(),
-            k.shape[1],
-            span.query_len,
-        )
+        cache, ids = torch.cat([k, v], dim=-1), indices.permute(1, 0, 2).contiguous()
+        heads, n = k.shape[1], span.query_len
 
         def attend() -> Tensor:
             out = torch.empty_like(q)
@@ -103,16 +95,15 @@ def _lengths(span: Span) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def load_peer(folder: str) -> Peer:
     """The peer whose files lie in a folder. Raises ConfigError when they do not, or cannot be imported."""
     for name in FILES:
-        if not (Path(folder) / f"{name}.py").is_file():
-            wanted = " and ".join(f"{name}.py" for name in FILES)
-            raise ConfigError(f"--peer {folder}: {name}.py is missing; put vLLM's {wanted} there, unchanged")
+        if not (Path(folder) / name).is_file():
+            raise ConfigError(f"--peer {folder}: {name} is missing; put vLLM's {' and '.join(FILES)} there, unchanged")
     KERNELS.load("store/triton")  # imports Triton
     for name, values in _stand_ins().items():
         module = ModuleType(name)
         vars(module).update(values)
         sys.modules.setdefault(name, module)
     try:
-        index, attention = (_load(Path(folder) / f"{name}.py") for name in FILES)
+        index, attention = (_load(Path(folder) / name) for name in FILES)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"--peer {folder}: cannot be imported: {error}") from None
     return Peer(index, attention)

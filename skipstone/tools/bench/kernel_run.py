@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from skipstone.kernels.ops import OP_NAMES
 from skipstone.registry import KERNELS
-from skipstone.tools.bench.decode_floor import copy_rate
-from skipstone.tools.bench.gpu_timing import matmul_rate, time_calls
+from skipstone.tools.bench.gpu_timing import Timing, time_calls
 from skipstone.tools.bench.kernel_cells import Cell
 from skipstone.tools.bench.kernel_peer import Peer
 from skipstone.tools.doctor.op_cases import OP_CASES, OpCase
 from skipstone.tools.doctor.op_inputs import RELEASES, Inputs
-from skipstone.tools.doctor.op_run import arguments, distance, make_case, reference_results, results
+from skipstone.tools.doctor.op_run import arguments, compare, import_kernels, in_words, make_case, tensors_in
 
 ROTATED = 180e6  # bytes that a turn through the inputs reads at the least: three times what the L2 of an H200 holds
 MOST_INPUTS = 64
@@ -51,54 +49,25 @@ class Measured(NamedTuple):
     failure: str | None = None
 
 
-def ceilings() -> Ceilings:
-    """Measured now, on this machine."""
-    limits = Ceilings(copy_rate(), matmul_rate())
-    torch.cuda.empty_cache()
-    return limits
-
-
-def make(cell: Cell, seed: int) -> OpCase:
-    """Inputs of a cell."""
-    inputs = Inputs(RELEASES, cell.load, DTYPE, DEVICE, seed, whole=False)
+def _make(cell: Cell, seed: int) -> OpCase:
+    inputs = Inputs(RELEASES, cell.shape, DTYPE, DEVICE, seed, whole=False)
     return OP_CASES[cell.op](inputs, **dict(cell.options))
 
 
-def size(case: OpCase) -> int:
-    """Bytes of all its tensors."""
-    total = 0
-
-    def count(value: Any) -> None:
-        nonlocal total
-        if isinstance(value, torch.Tensor):
-            total += value.nbytes
-        elif isinstance(value, tuple):
-            for part in value:
-                count(part)
-
-    count(case.args)
-    return total
-
-
-def rotation(cell: Cell) -> list[OpCase]:
+def _rotation(cell: Cell) -> list[OpCase]:
     """As many inputs as it takes to read more than the L2 holds."""
-    first = make(cell, 0)
-    count = min(MOST_INPUTS, math.ceil(ROTATED / max(first.num_bytes, 1.0)), int(ROOM // max(size(first), 1)))
-    return [first, *(make(cell, seed) for seed in range(1, count))]
-
-
-def calls(cases: list[OpCase], op: Callable[..., Any], exact: bool) -> list[Callable[[], Any]]:
-    """One call per input."""
-    return [partial(op, *arguments(case, exact)) for case in cases]
+    first = _make(cell, 0)
+    held = sum(tensor.nbytes for tensor in tensors_in(first.args))
+    count = min(MOST_INPUTS, math.ceil(ROTATED / max(first.num_bytes, 1.0)), int(ROOM // max(held, 1)))
+    return [first, *(_make(cell, seed) for seed in range(1, count))]
 
 
 @cache
-def check(op: str, cell: Cell) -> tuple[float, str | None]:
+def check(cell: Cell) -> tuple[float, str | None]:
     """Relative error of a smaller call, and what is wrong with it."""
-    sizes, load = cell.check_sizes()
-    case = make_case(op, sizes, load, DTYPE, DEVICE, **dict(cell.options))
-    expected = reference_results(op, case)
-    found = [distance(results(case, KERNELS.load(f"{op}/triton"), exact), expected) for exact in (True, False)]
+    sizes, shape = cell.check_sizes()
+    case = make_case(cell.op, sizes, shape, DTYPE, DEVICE, **dict(cell.options))
+    found = compare(cell.op, case, KERNELS.load(f"{cell.op}/triton"))
     failures = [text for item in found if (text := item.failure(DTYPE))]
     return max(item.error for item in found), failures[0] if failures else None
 
@@ -108,11 +77,11 @@ def compile_all(cells: list[Cell], threads: int) -> None:
 
     def first(cell: Cell) -> None:
         with suppress(Exception):
-            case, op = make(cell, 0), KERNELS.load(f"{cell.op}/triton")
+            case, op = _make(cell, 0), KERNELS.load(f"{cell.op}/triton")
             for exact in (True, False):
                 op(*arguments(case, exact))
 
-    load_all()
+    import_kernels(f"{op}/triton" for op in OP_NAMES)
     small = [cell for cell in cells if cell.op != "experts_forward"]  # whose weights fill the memory
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(first, small))
@@ -120,51 +89,33 @@ def compile_all(cells: list[Cell], threads: int) -> None:
     torch.cuda.empty_cache()
 
 
-def load_all() -> None:
-    """Import every kernel, which threads had better not do at once."""
-    for op in OP_NAMES:
-        with suppress(Exception):
-            KERNELS.load(f"{op}/triton")
-
-
 def measure(cell: Cell, limits: Ceilings, rounds: int, peer: Peer | None) -> Measured:
     """One cell. A kernel that fails gives its reason, and the next one is measured."""
     try:
         return _measure(cell, limits, rounds, peer)
     except Exception as fault:  # of a kernel or of its compiler; the report says which
-        text = " ".join(f"{type(fault).__name__}: {fault}".split())
-        return Measured(cell.name, False, failure=text[:200])
+        return Measured(cell.name, False, failure=in_words(fault))
     finally:
         torch.cuda.empty_cache()
 
 
 def _measure(cell: Cell, limits: Ceilings, rounds: int, peer: Peer | None) -> Measured:
-    error, failure = check(cell.op, cell._replace(name="", quick=False, load=cell.check_sizes()[1]))
-    cases, op = rotation(cell), KERNELS.load(f"{cell.op}/triton")
+    error, failure = check(cell._replace(name="", quick=False, shape=cell.check_sizes()[1]))
+    cases, op = _rotation(cell), KERNELS.load(f"{cell.op}/triton")
     case = cases[0]
-    fast = time_calls(calls(cases, op, False), rounds)
-    exact = time_calls(calls(cases, op, True), rounds) if case.has_exact else fast
+
+    def time_mode(exact: bool) -> Timing:
+        return time_calls([partial(op, *arguments(each, exact)) for each in cases], rounds)
+
+    fast = time_mode(False)
+    exact = time_mode(True) if case.has_exact else fast
     least = (case.num_bytes / limits.bytes * 1e6, case.flops / limits.flops * 1e6)
-    peer_us, peer_failure = _measure_peer(peer, cell.op, cases, rounds)
-    return Measured(
-        cell.name,
-        case.has_exact,
-        exact.us,
-        fast.us,
-        max(least),
-        max(least) / exact.us,
-        "memory" if least[0] >= least[1] else "compute",
-        max(exact.spread, fast.spread),
-        error,
-        peer_us,
-        failure or peer_failure,
-    )
-
-
-def _measure_peer(peer: Peer | None, op: str, cases: list[OpCase], rounds: int) -> tuple[float | None, str | None]:
-    """The peer's time, and what went wrong with it."""
+    peer_us, peer_failure = None, None
     try:
-        theirs = peer.calls(op, cases) if peer is not None else None
-        return (time_calls(theirs, rounds).us if theirs else None), None
+        theirs = peer.calls(cell.op, cases) if peer is not None else None
+        peer_us = time_calls(theirs, rounds).us if theirs else None
     except Exception as fault:  # of the peer; ours is measured all the same
-        return None, f"peer: {' '.join(str(fault).split())[:200]}"
+        peer_failure = f"peer: {' '.join(str(fault).split())[:200]}"
+    floor, bound = max(least), "memory" if least[0] >= least[1] else "compute"
+    times = (exact.us, fast.us, floor, floor / exact.us, bound, max(exact.spread, fast.spread))
+    return Measured(cell.name, case.has_exact, *times, error, peer_us, failure or peer_failure)

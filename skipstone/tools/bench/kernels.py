@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING
 
 from skipstone.cli.options import Command, Settings
 from skipstone.errors import ConfigError
-from skipstone.tools.check.command import positive
+from skipstone.tools.flags import positive
 
 if TYPE_CHECKING:
-    from skipstone.tools.bench.kernel_cells import Cell
-    from skipstone.tools.bench.kernel_peer import Peer
     from skipstone.tools.bench.kernel_run import Measured
 
 ROUNDS = 7
@@ -27,18 +25,22 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     if not torch.cuda.is_available():
         raise ConfigError("bench kernels needs a GPU, and torch sees none here")
     from skipstone.kernels.dispatch import triton_refusal
+    from skipstone.tools.bench.gpu_timing import copy_rate, matmul_rate
     from skipstone.tools.bench.kernel_cells import CELLS
-    from skipstone.tools.bench.kernel_run import ceilings, compile_all, measure
+    from skipstone.tools.bench.kernel_peer import load_peer
+    from skipstone.tools.bench.kernel_run import Ceilings, compile_all, measure
 
     refusal = triton_refusal(torch.device("cuda"))
     if refusal is not None:
         raise ConfigError(f"bench kernels needs Triton: {refusal}")
     cells = [cell for cell in CELLS if args.only in cell.name and (cell.quick or not args.quick)]
     if not cells:
-        raise ConfigError(f"--only {args.only}: no kernel has that in its name; as {', '.join(_kinds(CELLS))}")
-    peer = _peer(args.peer)
+        kinds = dict.fromkeys(" ".join(cell.name.split()[:2]) for cell in CELLS)
+        raise ConfigError(f"--only {args.only}: no kernel has that in its name; as {', '.join(kinds)}")
+    peer = None if args.peer is None else load_peer(args.peer)
     end = time.monotonic() + args.seconds
-    limits = ceilings()
+    limits = Ceilings(copy_rate(), matmul_rate())
+    torch.cuda.empty_cache()
     name = torch.cuda.get_device_name()
     rates = f"copy {limits.bytes / 1e12:.2f} TB/s, bf16 products {limits.flops / 1e12:.0f} TFLOP/s"
     print(f"{name}, torch {torch.__version__}; {rates}")
@@ -55,18 +57,6 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     facts |= {"copy_tb_s": limits.bytes / 1e12, "matmul_tflop_s": limits.flops / 1e12, "peer": args.peer}
     print(json.dumps({**facts, "kernels": [item._asdict() for item in measured]}))
     return int(any(item.failure for item in measured))
-
-
-def _peer(folder: str | None) -> Peer | None:
-    if folder is None:
-        return None
-    from skipstone.tools.bench.kernel_peer import load_peer
-
-    return load_peer(folder)
-
-
-def _kinds(cells: tuple[Cell, ...]) -> list[str]:
-    return list(dict.fromkeys(" ".join(cell.name.split()[:2]) for cell in cells))
 
 
 def _header(peer: bool) -> str:

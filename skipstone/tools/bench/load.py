@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import platform
 import random
-import statistics
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from skipstone.cli.options import Command, Settings
 from skipstone.config import EngineConfig
-from skipstone.core.request import Request, SamplingParams
 from skipstone.errors import ConfigError
 from skipstone.spec_config import LARGEST_K
-from skipstone.tools.check.command import numbers, positive
+from skipstone.tools.flags import integers, positive
 
 if TYPE_CHECKING:
     from skipstone.runtime.engine import Engine
@@ -29,7 +28,7 @@ KINDS = (("decode", False), ("mixed", True))
 
 
 @dataclass(frozen=True)
-class Load:
+class Scenario:
     """Requests of one scenario. `rate` a second; 0: all at once."""
 
     name: str
@@ -40,19 +39,19 @@ class Load:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-LOADS = (
-    Load("closed", 0, 64, (1024, 1024), (256, 256)),
-    Load("arrivals 6", 6, 60, (512, 8192), (64, 512)),
-    Load("arrivals 14", 14, 120, (512, 8192), (64, 512)),
-    Load("plain", 0, 64, (512, 1024), (128, 256)),
-    Load("logprobs", 0, 64, (512, 1024), (128, 256), {"logprobs": 1}),
-    Load("presence", 0, 64, (512, 1024), (128, 256), {"presence_penalty": 0.5}),
-    Load("bias", 0, 64, (512, 1024), (128, 256), {"logit_bias": dict.fromkeys(range(100), 1.0)}),
+SCENARIOS = (
+    Scenario("closed", 0, 64, (1024, 1024), (256, 256)),
+    Scenario("arrivals 6", 6, 60, (512, 8192), (64, 512)),
+    Scenario("arrivals 14", 14, 120, (512, 8192), (64, 512)),
+    Scenario("plain", 0, 64, (512, 1024), (128, 256)),
+    Scenario("logprobs", 0, 64, (512, 1024), (128, 256), {"logprobs": 1}),
+    Scenario("presence", 0, 64, (512, 1024), (128, 256), {"presence_penalty": 0.5}),
+    Scenario("bias", 0, 64, (512, 1024), (128, 256), {"logit_bias": dict.fromkeys(range(100), 1.0)}),
 )
 
 
 @dataclass
-class Course:
+class Observed:
     """What was seen of one scenario; seconds since its start."""
 
     arrivals: dict[str, float] = field(default_factory=dict)
@@ -64,41 +63,41 @@ class Course:
 
     def summary(self) -> dict[str, Any]:
         """Rates and times in ms: medians, and 90 % or 99 %."""
+        import numpy as np
+
+        def spread(values: list[float], percent: int) -> list[float]:
+            return [round(1e3 * float(value), 2) for value in np.percentile(values or [0.0], (50, percent))]
+
         several = [r for r in self.first if self.tokens[r] > 1]
         tpot = [(self.last[r] - self.first[r]) / (self.tokens[r] - 1) for r in several]
         ttft = [self.first[r] - self.arrivals[r] for r in self.first]
         kinds = {name: [seconds for reads, seconds in self.steps if reads == mixed] for name, mixed in KINDS}
         return {
             "tokens_s": round(sum(self.tokens.values()) / self.wall, 1),
-            "tpot_ms": _spread(tpot, 0.9),
-            "ttft_ms": _spread(ttft, 0.9),
-            **{f"{kind}_step_ms": _spread(times, 0.99) for kind, times in kinds.items()},
+            "tpot_ms": spread(tpot, 90),
+            "ttft_ms": spread(ttft, 90),
+            **{f"{kind}_step_ms": spread(times, 99) for kind, times in kinds.items()},
             "stalls": sum(seconds > STALL for _, seconds in self.steps),
             "wall_s": round(self.wall, 2),
         }
 
 
-def _spread(values: list[float], share: float) -> list[float]:
-    ordered = sorted(values) or [0.0]
-    return [round(v * 1e3, 2) for v in (statistics.median(ordered), ordered[int((len(ordered) - 1) * share)])]
-
-
-def drive(engine: Engine, load: Load, seed: int) -> Course:
+def drive(engine: Engine, scenario: Scenario, seed: int) -> Observed:
     """Run a scenario; request i arrives whether or not those before it have ended."""
-    dice, words, due, jobs = random.Random(seed), random.Random(seed), 0.0, []
-    for i in range(load.count):
-        due += dice.expovariate(load.rate) if load.rate else 0.0
-        prompt, output = dice.randint(*load.prompt), dice.randint(*load.output)
-        params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True, **load.options)
-        ids = [words.randrange(engine.vocab_size) for _ in range(prompt)]
-        jobs.append((due, Request(f"{load.name}-{i}", ids, params, i, prompt + output)))
-    course, started = Course(), time.perf_counter()
+    from skipstone.tools.bench.slices import random_request
+
+    rng, due, jobs = random.Random(seed), 0.0, []
+    for i in range(scenario.count):
+        due += rng.expovariate(scenario.rate) if scenario.rate else 0.0
+        lengths = rng.randint(*scenario.prompt), rng.randint(*scenario.output)
+        jobs.append((due, random_request(engine, f"{scenario.name}-{i}", *lengths, seed + i, **scenario.options)))
+    seen, started = Observed(), time.perf_counter()
     while jobs or engine.has_work:
         now = time.perf_counter() - started
         while jobs and jobs[0][0] <= now:
             arrival, request = jobs.pop(0)
             engine.add(request)
-            course.arrivals[request.request_id] = arrival
+            seen.arrivals[request.request_id] = arrival
         if not engine.has_work:
             time.sleep(max(jobs[0][0] - (time.perf_counter() - started), 0.0))
             continue
@@ -106,14 +105,14 @@ def drive(engine: Engine, load: Load, seed: int) -> Course:
         began = time.perf_counter()
         committed = engine.step()
         ended = time.perf_counter()
-        course.steps.append((reads, ended - began))
+        seen.steps.append((reads, ended - began))
         for request, tokens in committed:
             name = request.request_id
-            course.first.setdefault(name, ended - started)
-            course.last[name] = ended - started
-            course.tokens[name] = course.tokens.get(name, 0) + len(tokens)
-    course.wall = time.perf_counter() - started
-    return course
+            seen.first.setdefault(name, ended - started)
+            seen.last[name] = ended - started
+            seen.tokens[name] = seen.tokens.get(name, 0) + len(tokens)
+    seen.wall = time.perf_counter() - started
+    return seen
 
 
 def mixed_steps(engine: Engine, running: int, steps: int) -> dict[str, float]:
@@ -121,41 +120,25 @@ def mixed_steps(engine: Engine, running: int, steps: int) -> dict[str, float]:
 
     Busy time is the sum of all kernels' times, from a profile of as many further steps.
     """
-    import torch
     from torch.profiler import ProfilerActivity, profile
 
-    dice, rows = random.Random(1), engine.scheduler.max_rows
-
-    def add(name: str, prompt: int, output: int) -> None:
-        params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
-        ids = [dice.randrange(engine.vocab_size) for _ in range(prompt)]
-        engine.add(Request(name, ids, params, 0, prompt + output))
+    from skipstone.tools.bench.slices import mean_seconds, random_request, reach_decoding
 
     for i in range(running):
-        add(f"decoding {i}", 512, 16 * (steps + 64))
-    while engine.scheduler.waiting or any(r.num_output_tokens < 4 for r in engine.scheduler.running):
-        engine.step()
-    count = 0
+        engine.add(random_request(engine, f"decoding {i}", 512, 16 * (steps + 64), i))
+    reach_decoding(engine)
+    numbers = itertools.count()
 
     def once() -> None:
-        nonlocal count
         if not engine.scheduler.waiting and all(r.num_output_tokens for r in engine.scheduler.running):
-            add(f"prompt {count}", min(4 * rows, 8192), 1)
-            count += 1
+            name, length = f"prompt {next(numbers)}", min(4 * engine.scheduler.max_rows, 8192)
+            engine.add(random_request(engine, name, length, 1, running))
         engine.step()
 
-    for _ in range(12):
-        once()
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    for _ in range(steps):
-        once()
-    torch.cuda.synchronize()
-    wall = (time.perf_counter() - began) / steps
+    mean_seconds(once, 12)  # compiles and captures
+    wall = mean_seconds(once, steps)
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        for _ in range(steps):
-            once()
-        torch.cuda.synchronize()
+        mean_seconds(once, steps)
     busy = sum(event.self_device_time_total for event in seen.key_averages()) / steps / 1e6
     for request in [*engine.scheduler.running, *engine.scheduler.waiting]:
         engine.abort(request)
@@ -166,45 +149,39 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     """Run the scenarios for every k; the last line of the output is JSON."""
     import torch
 
-    from skipstone.runtime.engine import Engine
-    from skipstone.tools.bench.slices import slice_info
+    from skipstone.tools.bench.slices import slice_engine
 
-    ks: list[int | str] = [*numbers(args.k, "--k", 0, LARGEST_K), *(["auto"] if args.auto else [])]
-    names = [*(load.name for load in LOADS), "mixed"]
+    names = [*(scenario.name for scenario in SCENARIOS), "mixed"]
     wanted = args.loads.split(",") if args.loads else names
     unknown = sorted(set(wanted) - set(names))
     if unknown:
         raise ConfigError(f"--loads names {unknown[0]!r}; it may name {', '.join(names)}")
     if not torch.cuda.is_available():
         raise ConfigError("bench load needs a GPU; bench serve measures any server")
-    values = {name: settings.values[name] for name in OPTIONS if name in settings.values}
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Python {platform.python_version()}")
-    cells = []
-    for k in ks:
-        spec = "auto" if k == "auto" else f"mtp:{k}"
-        speculation = {"spec": spec, "simulate_acceptance": args.acceptance} if k else {"spec": "off"}
-        config = EngineConfig(
-            model=f"slice {args.slice}", prefix_caching=False, max_model_len=16384, **{**values, **speculation}
-        )
-        torch.manual_seed(0)  # the weights
+    cells: list[dict[str, Any]] = []
+
+    def show(cell: dict[str, Any]) -> None:
+        cells.append(cell)
+        print(json.dumps(cell), flush=True)
+
+    for k in [*args.k, *(["auto"] if args.auto else [])]:
+        spec = "auto" if k == "auto" else f"mtp:{k}" if k else "off"
         began = time.perf_counter()
-        engine = Engine(slice_info(args.slice), config)
+        engine = slice_engine(args.slice, spec, args.acceptance, max_model_len=16384, **settings.values)
         built = time.perf_counter() - began
         if args.warmup == "all":
             engine.warm_up()
         ready = time.perf_counter() - began
         print(f"k = {k}: built in {built:.1f} s, ready after {ready:.1f} s", flush=True)
-        for load in LOADS:
-            for turn in range(args.rounds if load.name in wanted else 0):
+        for scenario in SCENARIOS:
+            for turn in range(args.rounds if scenario.name in wanted else 0):
                 made = engine.late_compilations
-                cell = {"k": k, "load": load.name, "turn": turn, **drive(engine, load, turn).summary()}
-                cell["compilations"] = engine.late_compilations - made
-                cells.append(cell)
-                print(json.dumps(cell), flush=True)
+                summary = drive(engine, scenario, turn).summary()
+                late = {"compilations": engine.late_compilations - made}
+                show({"k": k, "load": scenario.name, "turn": turn, **summary, **late})
         if "mixed" in wanted:
-            cell = {"k": k, "load": "mixed", **mixed_steps(engine, args.running, args.steps)}
-            cells.append(cell)
-            print(json.dumps(cell), flush=True)
+            show({"k": k, "load": "mixed", **mixed_steps(engine, args.running, args.steps)})
         del engine
         gc.collect()
         torch.cuda.empty_cache()
@@ -216,7 +193,8 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("what is measured").add_argument
     add("--slice", default="m3", metavar="NAME", help="m3 (8 layers, 32 experts) or v32 (5 layers, 32 experts) [m3]")
-    add("--k", default="0,3", metavar="LIST", help="drafts a step, by the MTP module [0,3]")
+    ks = integers("--k", 0, LARGEST_K)
+    add("--k", type=ks, default="0,3", metavar="LIST", help="drafts a step, by the MTP module [0,3]")
     add("--auto", action="store_true", help="spec=auto as well")
     add("--loads", metavar="LIST", help="scenarios, by name, and mixed; none: all of them")
     add("--rounds", type=positive, default=2, metavar="N", help="times that each is run, the first one cold [2]")

@@ -7,6 +7,8 @@ acceptance rule is. Otherwise the logits are, and the difference is either withi
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import msgspec
 import torch
 from torch import Tensor
@@ -52,14 +54,14 @@ class Reference(Observer):
     """Keeps tokens and logits of every emitted row."""
 
     def __init__(self) -> None:
-        self.tokens: dict[str, list[int]] = {}
-        self.logits: dict[str, list[Tensor]] = {}
+        self.tokens: defaultdict[str, list[int]] = defaultdict(list)
+        self.logits: defaultdict[str, list[Tensor]] = defaultdict(list)
 
     def on_runs(self, runs: list[EmittedRun]) -> None:
-        """Keep them."""
+        """Keep tokens and logits of a step's rows."""
         for run in runs:
-            self.tokens.setdefault(run.request.request_id, []).extend(run.token_ids)
-            self.logits.setdefault(run.request.request_id, []).extend(run.logits.clone())
+            self.tokens[run.request.request_id] += run.token_ids
+            self.logits[run.request.request_id] += run.logits.clone()
 
     def close(self, outputs: list[RequestOutput]) -> None:
         """Forget what was emitted past the ends of the texts."""
@@ -77,7 +79,7 @@ class Comparer(Observer):
         self.differing: dict[str, Difference] = {}
 
     def on_runs(self, runs: list[EmittedRun]) -> None:
-        """Compare them."""
+        """Compare a step's rows, up to the first other token of each text."""
         for run in runs:
             first = run.start - run.request.num_prompt_tokens
             tokens = self.reference.tokens[run.request.request_id]
@@ -89,8 +91,8 @@ class Comparer(Observer):
 
     def _compare(self, run: EmittedRun, i: int, position: int, token: int) -> None:
         request_id, result = run.request.request_id, self.result
-        expected, theirs, ours = self.reference.tokens[request_id][position], None, run.logits[i]
-        theirs = self.reference.logits[request_id][position]
+        expected, theirs = self.reference.tokens[request_id][position], self.reference.logits[request_id][position]
+        ours = run.logits[i]
         equal = torch.equal(ours.view(torch.int32), theirs.view(torch.int32))
         difference = 0.0 if equal else float((ours - theirs).nan_to_num(torch.inf).abs().max())
         result.rows += 1

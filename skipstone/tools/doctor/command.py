@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from skipstone.cli.options import Command, Settings
 from skipstone.errors import ConfigError
+from skipstone.tools.report import STDOUT, publish
 
 if TYPE_CHECKING:
     from skipstone.tools.doctor.report import Report
@@ -23,15 +22,12 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     except (ImportError, OSError) as error:
         raise ConfigError(f"torch cannot be imported: {' '.join(str(error).split())}") from None
     found = report()
-    if args.json:
-        print(msgspec.json.format(msgspec.json.encode(found)).decode())
-    else:
-        print("\n".join(render(found)))
+    publish(found, STDOUT if args.json else None, render)
     return 0 if found.passed else FAILED
 
 
-def render(found: Report) -> list[str]:
-    """The report as lines of text."""
+def render(found: Report) -> None:
+    """Print the report."""
     lines = [f"{name:<15}{value}" for name, value in found.facts.items()]
     lines += ["", f"{'op':<20}{'runs with':<12}{'error':>9}  {'row alone':<12}result"]
     for item in found.ops:
@@ -42,7 +38,7 @@ def render(found: Report) -> list[str]:
     broken = sum(item.failure is not None for item in found.ops)
     lines += ["", *(f"note: {text}" for text in found.notes)]
     verdict = f"{broken} of {len(found.ops)} ops are broken here" if broken else "every op computes what it should"
-    return [*lines, f"{verdict} ({found.seconds:.1f} s)"]
+    print("\n".join([*lines, f"{verdict} ({found.seconds:.1f} s)"]))
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from skipstone.core.batch import PAD, SamplingRows
+from skipstone.core.batch import PAD, SamplingRows, Span
+from skipstone.kernels.ops import OP_NAMES
 from skipstone.kernels.reference.block_table import PAGE_SIZE, PageTable
 from skipstone.kernels.reference.fp8 import FP8
 from skipstone.kernels.reference.index_rows import IndexCache, KeyNorm
@@ -44,7 +45,7 @@ def linear(
     inputs: Inputs, outputs: int | None = None, inner: int | None = None, weight_dtype: torch.dtype | None = None
 ) -> OpCase:
     """x [T, K] times weight [K, N]."""
-    rows, k, n = inputs.load.rows, inner or inputs.sizes.hidden, outputs or inputs.sizes.inner
+    rows, k, n = inputs.shape.rows, inner or inputs.sizes.hidden, outputs or inputs.sizes.inner
     weight = inputs.weight(k, n, dtype=weight_dtype)
     num_bytes = weight.nbytes + rows * k * inputs.item + rows * n * weight.itemsize
     return OpCase((inputs.randn(rows, k), weight, EXACT), (0,), num_bytes, 2.0 * rows * k * n)
@@ -52,14 +53,14 @@ def linear(
 
 def bmm(inputs: Inputs) -> OpCase:
     """One product per latent head, as queries are absorbed."""
-    rows, heads, k, n = inputs.load.rows, inputs.sizes.latent_heads, inputs.sizes.token_width, inputs.sizes.value
+    rows, heads, k, n = inputs.shape.rows, inputs.sizes.latent_heads, inputs.sizes.token_width, inputs.sizes.value
     args = (inputs.randn(heads, rows, k), inputs.weight(heads, k, n), EXACT)
     return OpCase(args, (0,), heads * (k * n + rows * (k + n)) * inputs.item, 2.0 * heads * rows * k * n, row_dim=1)
 
 
 def rms_norm(inputs: Inputs) -> OpCase:
     """Rows of the hidden size."""
-    rows, hidden = inputs.load.rows, inputs.sizes.hidden
+    rows, hidden = inputs.shape.rows, inputs.sizes.hidden
     gain = inputs.randn(hidden, dtype=torch.float32).mul_(hidden**0.5)
     return OpCase((inputs.randn(rows, hidden), gain, EPS), (0,), 2.0 * rows * hidden * inputs.item)
 
@@ -72,13 +73,13 @@ def add_rms_norm(inputs: Inputs) -> OpCase:
 
 def rotate(inputs: Inputs) -> OpCase:
     """Heads of which a part rotates."""
-    x = inputs.randn(inputs.load.rows, inputs.sizes.heads, inputs.sizes.width)
+    x = inputs.randn(inputs.shape.rows, inputs.sizes.heads, inputs.sizes.width)
     return OpCase((x, inputs.rotary(x.shape[2], inputs.sizes.rotary)), (0, 1), 2.0 * x.numel() * inputs.item)
 
 
 def norm_rotate_store(inputs: Inputs) -> OpCase:
     """Projected heads [q | index q | k | index k | v]; the last three kinds are cached."""
-    sizes, rows = inputs.sizes, inputs.load.rows
+    sizes, rows = inputs.sizes, inputs.shape.rows
     queries = sizes.heads + sizes.index_heads
     index = queries + sizes.kv_heads
     normed = index + 1
@@ -96,7 +97,7 @@ def norm_rotate_store(inputs: Inputs) -> OpCase:
 
 def index_rows(inputs: Inputs, fp8: bool = False) -> OpCase:
     """Index queries and keys. In FP8 neither is rounded before it is quantised, as another byte would be far off."""
-    sizes, rows = inputs.sizes, inputs.load.rows
+    sizes, rows = inputs.sizes, inputs.shape.rows
     heads, width = sizes.token_heads, sizes.token_width
     block, offset, blocks = inputs.slots(sizes.token_block)
     gain, bias = inputs.randn(width).float(), inputs.randn(width).float()
@@ -116,14 +117,14 @@ def index_rows(inputs: Inputs, fp8: bool = False) -> OpCase:
 
 def gated(inputs: Inputs) -> OpCase:
     """[gate | up] of a dense layer."""
-    x = inputs.randn(inputs.load.rows, 2 * inputs.sizes.inner)
+    x = inputs.randn(inputs.shape.rows, 2 * inputs.sizes.inner)
     return OpCase((x, GatedActivation(1.702, 7.0, 1.0)), (0,), 1.5 * x.numel() * inputs.item)
 
 
 def store(inputs: Inputs) -> OpCase:
     """Latents of a token-sparse model."""
     block, offset, blocks = inputs.slots(inputs.sizes.token_block)
-    rows = inputs.randn(inputs.load.rows, 1, inputs.sizes.latent)
+    rows = inputs.randn(inputs.shape.rows, 1, inputs.sizes.latent)
     shape = (blocks, 1, inputs.sizes.token_block, inputs.sizes.latent)
     cache = torch.zeros(shape, dtype=inputs.dtype, device=inputs.device)
     return OpCase((rows, cache, block, offset), (0, 2, 3), 2.0 * rows.numel() * inputs.item, written=(cache,))
@@ -131,14 +132,14 @@ def store(inputs: Inputs) -> OpCase:
 
 def route(inputs: Inputs) -> OpCase:
     """Router logits to experts and weights."""
-    rows, experts = inputs.load.rows, inputs.sizes.experts
+    rows, experts = inputs.shape.rows, inputs.sizes.experts
     logits, bias = (inputs.randn(*shape, dtype=torch.float32) for shape in ((rows, experts), (experts,)))
     return OpCase((logits, bias, inputs.sizes.top_k, 2.0, 1, 1, experts), (0,), 4.0 * logits.numel())
 
 
 def experts_forward(inputs: Inputs) -> OpCase:
     """Uniformly drawn experts and the shared one, which is the last."""
-    sizes, rows = inputs.sizes, inputs.load.rows
+    sizes, rows = inputs.sizes, inputs.shape.rows
     one = 3 * sizes.hidden * sizes.inner * inputs.item
     draw = torch.rand(rows, sizes.experts, generator=inputs.generator, device=inputs.device)
     experts = torch.nn.functional.pad(draw.topk(sizes.top_k).indices, (0, 1), value=sizes.experts)
@@ -152,37 +153,43 @@ def experts_forward(inputs: Inputs) -> OpCase:
     return OpCase(args, (0, 1, 2), touched * one + 2 * rows * sizes.hidden * inputs.item, work)
 
 
+def _grouped_heads(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Span]:
+    """Queries, cached keys and values, and where they stand."""
+    sizes = inputs.sizes
+    span, blocks = inputs.span(sizes.block_size, 2 * sizes.kv_heads * sizes.width * inputs.item)
+    k, v = (inputs.cache(blocks, sizes.kv_heads, sizes.block_size, sizes.width) for _ in range(2))
+    return inputs.randn(inputs.shape.rows, sizes.heads, sizes.width), k, v, span
+
+
 def dense_attention(inputs: Inputs) -> OpCase:
     """Every row over all keys before it."""
-    sizes, (requests, _, context, *_) = inputs.sizes, inputs.load
-    row_bytes = 2 * sizes.kv_heads * sizes.width * inputs.item
-    span, blocks = inputs.span(sizes.block_size, row_bytes)
-    k, v = (inputs.cache(blocks, sizes.kv_heads, sizes.block_size, sizes.width) for _ in range(2))
-    q = inputs.randn(inputs.load.rows, sizes.heads, sizes.width)
+    sizes, (requests, _, context, *_) = inputs.sizes, inputs.shape
+    q, k, v, span = _grouped_heads(inputs)
     work = 4.0 * keys_seen(span.positions) * sizes.heads * sizes.width
-    num_bytes = requests * context * row_bytes + 2 * q.numel() * inputs.item
+    num_bytes = 2 * (requests * context * sizes.kv_heads * sizes.width + q.numel()) * inputs.item
     return OpCase((q, k, v, span, sizes.width**-0.5, EXACT), (0, 3), num_bytes, work)
 
 
 def block_select(inputs: Inputs) -> OpCase:
     """Index keys of one head, four index queries."""
-    sizes, (requests, _, context, *_) = inputs.sizes, inputs.load
+    sizes, (requests, _, context, *_) = inputs.sizes, inputs.shape
     row_bytes = sizes.width * inputs.item
     span, blocks = inputs.span(sizes.block_size, row_bytes)
     keys = inputs.cache(blocks, 1, sizes.block_size, sizes.width)
-    q = inputs.randn(inputs.load.rows, sizes.index_heads, sizes.width, whole=inputs.whole)
+    q = inputs.randn(inputs.shape.rows, sizes.index_heads, sizes.width, whole=inputs.whole)
+    args = (q, keys, span, sizes.unit, sizes.budget, 0, 1, EXACT)
     work = 2.0 * keys_seen(span.positions) * sizes.index_heads * sizes.width
-    return OpCase((q, keys, span, sizes.unit, sizes.budget, 0, 1, EXACT), (0, 2), requests * context * row_bytes, work)
+    return OpCase(args, (0, 2), requests * context * row_bytes, work)
 
 
 def token_select(inputs: Inputs, fp8: bool = False) -> OpCase:
     """Index keys of one head, many weighted index queries; in FP8 with a scale per key or not."""
-    sizes, (requests, _, context, *_) = inputs.sizes, inputs.load
+    sizes, (requests, _, context, *_) = inputs.sizes, inputs.shape
     row_bytes = sizes.token_width * (FP8.itemsize if fp8 else inputs.item) + (torch.float32.itemsize if fp8 else 0)
     span, blocks = inputs.span(sizes.token_block, row_bytes)
     keys, scales = inputs.cache(blocks, 1, sizes.token_block, sizes.token_width), None
-    q = inputs.randn(inputs.load.rows, sizes.token_heads, sizes.token_width, whole=inputs.whole)
-    weights = inputs.randn(inputs.load.rows, sizes.token_heads, dtype=torch.float32, whole=inputs.whole)
+    q = inputs.randn(inputs.shape.rows, sizes.token_heads, sizes.token_width, whole=inputs.whole)
+    weights = inputs.randn(inputs.shape.rows, sizes.token_heads, dtype=torch.float32, whole=inputs.whole)
     work = 2.0 * keys_seen(span.positions) * sizes.token_heads * sizes.token_width
     if fp8:
         scales = inputs.randn(blocks, 1, sizes.token_block, 1, dtype=torch.float32, whole=True).exp2()
@@ -193,26 +200,23 @@ def token_select(inputs: Inputs, fp8: bool = False) -> OpCase:
 
 def sparse_gqa(inputs: Inputs) -> OpCase:
     """Selected blocks of keys and values."""
-    sizes, requests = inputs.sizes, inputs.load.requests
-    row_bytes = 2 * sizes.kv_heads * sizes.width * inputs.item
-    span, blocks = inputs.span(sizes.block_size, row_bytes)
-    k, v = (inputs.cache(blocks, sizes.kv_heads, sizes.block_size, sizes.width) for _ in range(2))
-    q = inputs.randn(inputs.load.rows, sizes.heads, sizes.width)
+    sizes = inputs.sizes
+    q, k, v, span = _grouped_heads(inputs)
     indices = inputs.choose(span.positions, sizes.kv_heads, sizes.unit, sizes.budget)
-    chosen = distinct(indices, requests, -(-inputs.load.context // sizes.unit)) * sizes.unit
-    num_bytes = chosen * 2 * sizes.width * inputs.item + 2 * q.numel() * inputs.item
+    chosen = distinct(indices, inputs.shape.requests, -(-inputs.shape.context // sizes.unit)) * sizes.unit
+    num_bytes = 2 * (chosen * sizes.width + q.numel()) * inputs.item
     work = 4.0 * float((indices >= 0).sum()) * sizes.unit * (sizes.heads // sizes.kv_heads) * sizes.width
     return OpCase((q, k, v, indices, sizes.unit, span, sizes.width**-0.5, EXACT), (0, 3, 5), num_bytes, work)
 
 
 def sparse_mla(inputs: Inputs) -> OpCase:
     """Selected tokens of one latent head."""
-    sizes, requests = inputs.sizes, inputs.load.requests
+    sizes, requests = inputs.sizes, inputs.shape.requests
     span, blocks = inputs.span(sizes.token_block, sizes.latent * inputs.item)
     cache = inputs.cache(blocks, 1, sizes.token_block, sizes.latent)
-    q = inputs.randn(inputs.load.rows, sizes.latent_heads, sizes.latent)
+    q = inputs.randn(inputs.shape.rows, sizes.latent_heads, sizes.latent)
     indices = inputs.choose(span.positions, 1, 1, sizes.token_budget)
-    read = distinct(indices, requests, inputs.load.context) * sizes.latent
+    read = distinct(indices, requests, inputs.shape.context) * sizes.latent
     num_bytes = (read + q.shape[0] * sizes.latent_heads * (sizes.latent + sizes.value)) * inputs.item
     work = 2.0 * float((indices >= 0).sum()) * sizes.latent_heads * (sizes.latent + sizes.value)
     args = (q, cache, indices, span, sizes.value, sizes.latent**-0.5, EXACT)
@@ -222,36 +226,31 @@ def sparse_mla(inputs: Inputs) -> OpCase:
 def verify_page_table(inputs: Inputs) -> OpCase:
     """Tables of rows at the ends of their requests."""
     sizes, span = inputs.sizes, inputs.span(inputs.sizes.unit, 1)[0]
-    indices = inputs.choose(span.positions, sizes.kv_heads, sizes.unit, sizes.budget)
-    lengths = span.positions[:, -1] + 1
-    pages = sizes.unit // PAGE_SIZE
-    return OpCase(
-        (indices, span.block_table, lengths, inputs.load.n, sizes.unit, pages), (), 4.0 * indices.numel() * pages
-    )
+    indices, pages = inputs.choose(span.positions, sizes.kv_heads, sizes.unit, sizes.budget), sizes.unit // PAGE_SIZE
+    args = (indices, span.block_table, span.positions[:, -1] + 1, inputs.shape.n, sizes.unit, pages)
+    return OpCase(args, (), 4.0 * indices.numel() * pages)
 
 
 def prefill_page_table(inputs: Inputs) -> OpCase:
     """Tables of rows anywhere."""
     sizes, span = inputs.sizes, inputs.span(inputs.sizes.unit, 1)[0]
-    indices = inputs.choose(span.positions, sizes.kv_heads, sizes.unit, sizes.budget)
-    requests = torch.arange(inputs.load.requests, device=inputs.device).repeat_interleave(inputs.load.n)
-    pages = sizes.unit // PAGE_SIZE
+    indices, pages = inputs.choose(span.positions, sizes.kv_heads, sizes.unit, sizes.budget), sizes.unit // PAGE_SIZE
+    requests = torch.arange(inputs.shape.requests, device=inputs.device).repeat_interleave(inputs.shape.n)
     args = (indices, span.block_table, requests, span.positions.flatten(), sizes.unit, pages)
     return OpCase(args, (0, 2, 3), 4.0 * indices.numel() * pages)
 
 
 def paged_attention(inputs: Inputs) -> OpCase:
     """Pages in random order, as many for each row."""
-    sizes, rows = inputs.sizes, inputs.load.rows
+    sizes, rows = inputs.sizes, inputs.shape.rows
     places = sizes.budget * sizes.unit // PAGE_SIZE
     total = max(places, rows * places // 2)
     k, v = (inputs.randn(total, sizes.kv_heads, PAGE_SIZE, sizes.width) for _ in range(2))
     pages = inputs.integers(0, total, rows, sizes.kv_heads, places).int()
     lengths = inputs.integers(places * PAGE_SIZE // 2, places * PAGE_SIZE + 1, rows, sizes.kv_heads).int()
-    if inputs.load.padding:
+    if inputs.shape.padding:
         lengths[-1] = 0
-    q = inputs.randn(rows, sizes.heads, sizes.width)
-    keys = float(lengths.sum())
+    q, keys = inputs.randn(rows, sizes.heads, sizes.width), float(lengths.sum())
     work = 4.0 * keys * (sizes.heads // sizes.kv_heads) * sizes.width
     args = (q, k, v, PageTable(pages, lengths), sizes.width**-0.5, EXACT)
     return OpCase(args, (0, 3), 2 * keys * sizes.width * inputs.item, work)
@@ -259,7 +258,7 @@ def paged_attention(inputs: Inputs) -> OpCase:
 
 def sample(inputs: Inputs) -> OpCase:
     """Every other row greedy, the others drawn with noise."""
-    rows = inputs.load.rows
+    rows = inputs.shape.rows
     row = torch.arange(rows, device=inputs.device)
     settings = SamplingRows(row * 7 + 1, row + 5, (row % 2).float(), None, None, None, None, None, rows == 1)
     logits = inputs.randn(rows, inputs.sizes.vocab)
@@ -268,7 +267,7 @@ def sample(inputs: Inputs) -> OpCase:
 
 def _drafts(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens of requests with n rows, where the first row stands, and behind what position a request may not write."""
-    requests, n, context, _, padding = inputs.load
+    requests, n, context, _, padding = inputs.shape
     tokens = inputs.integers(0, 4, requests, n)
     start = torch.full((requests,), context - n, device=inputs.device)
     if padding:
@@ -278,20 +277,17 @@ def _drafts(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
 
 def decode_rows(inputs: Inputs) -> OpCase:
     """Rows of requests with drafts, the last of them past their limit."""
-    tokens, start, limit = _drafts(inputs)
     table = inputs.span(inputs.sizes.block_size, 1)[0].block_table
-    return OpCase((tokens, start, limit, table, inputs.sizes.block_size), ())
+    return OpCase((*_drafts(inputs), table, inputs.sizes.block_size), ())
 
 
 def step_rows(inputs: Inputs) -> OpCase:
     """The same rows, whose tokens stand in a table by slot."""
-    token_ids, start, limit = _drafts(inputs)
-    requests, n = token_ids.shape
-    table = inputs.span(inputs.sizes.block_size, 1)[0].block_table
-    tokens = inputs.integers(0, 4, requests, inputs.load.context).to(torch.int32)
+    (requests, n, context, *_), (_, start, limit, table, block_size) = inputs.shape, decode_rows(inputs).args
+    tokens = inputs.integers(0, 4, requests, context).to(torch.int32)
     row = torch.arange(requests * n, device=inputs.device)
     slots = torch.arange(requests, device=inputs.device).flip(0)
-    return OpCase((tokens, slots, start, limit, table, row // n, row % n, inputs.sizes.block_size), ())
+    return OpCase((tokens, slots, start, limit, table, row // n, row % n, block_size), ())
 
 
 def accept(inputs: Inputs) -> OpCase:
@@ -300,15 +296,7 @@ def accept(inputs: Inputs) -> OpCase:
     return OpCase((inputs.integers(0, 4, *tokens.shape), tokens, start, limit, start * 3 + 1, None), ())
 
 
-OP_CASES: dict[str, Callable[[Inputs], OpCase]] = {
-    case.__name__: case
-    for case in (
-        linear, bmm, rms_norm, add_rms_norm, rotate, norm_rotate_store, index_rows, gated, store, route,
-        experts_forward, dense_attention, block_select, token_select, sparse_gqa, sparse_mla, verify_page_table,
-        prefill_page_table, paged_attention, sample, step_rows, decode_rows, accept,
-    )
-}  # fmt: skip
-
+OP_CASES: dict[str, Callable[..., OpCase]] = {op: globals()[op] for op in OP_NAMES if op in globals()}
 # Options of makers under which `doctor` compares an op once more.
 VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {"index_rows": ({"fp8": True},), "token_select": ({"fp8": True},)}
 # Scores of selections are made of whole numbers where results are compared, so that no rounding decides who is chosen.

@@ -46,7 +46,7 @@ SMALL = Sizes(
 )  # fmt: skip
 
 
-class Load(NamedTuple):
+class Shape(NamedTuple):
     """R requests with n rows each at the end of `context` tokens; T = R * n."""
 
     requests: int
@@ -57,15 +57,15 @@ class Load(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """T."""
+        """T, over all requests."""
         return self.requests * self.n
 
 
 class Inputs:
     """Random tensors of one dtype on one device. `whole`: small whole numbers, whose products and sums are exact."""
 
-    def __init__(self, sizes: Sizes, load: Load, dtype: torch.dtype, device: torch.device, seed: int, whole: bool):
-        self.sizes, self.load, self.dtype, self.device, self.whole = sizes, load, dtype, device, whole
+    def __init__(self, sizes: Sizes, shape: Shape, dtype: torch.dtype, device: torch.device, seed: int, whole: bool):
+        self.sizes, self.shape, self.dtype, self.device, self.whole = sizes, shape, dtype, device, whole
         self.generator = torch.Generator(device).manual_seed(seed)
         self.item = dtype.itemsize
 
@@ -77,16 +77,15 @@ class Inputs:
         return out.normal_(generator=self.generator)
 
     def integers(self, low: int, high: int, *shape: int) -> Tensor:
-        """int64."""
+        """Whole numbers from `low` to `high` - 1, int64."""
         return torch.randint(low, high, shape, generator=self.generator, device=self.device)
 
     def weight(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Values of a size that keeps products of rows near 1."""
         return self.randn(*shape, dtype=dtype).mul_(shape[-2] ** -0.5)
 
-    def positions(self) -> Tensor:
-        """[R, n]: the last n places of each request."""
-        requests, n, context, _, padding = self.load
+    def _positions(self) -> Tensor:  # [R, n]: the last n places of each request
+        requests, n, context, _, padding = self.shape
         last = torch.full((requests, 1), context, device=self.device)
         if padding:  # requests of other lengths, and one of none
             last[1:] -= self.integers(0, max(context // 4, 1), requests - 1, 1)
@@ -97,12 +96,12 @@ class Inputs:
 
     def span(self, block_size: int, row_bytes: int) -> tuple[Span, int]:
         """A span over blocks in random order, and how many blocks its caches have, of `row_bytes` per token."""
-        requests, n, context = self.load[:3]
+        requests, n, context = self.shape[:3]
         columns = -(-context // block_size)
         owned = min(requests * columns, max(LARGEST_CACHE // (row_bytes * block_size), columns))
         order = torch.randperm(owned, generator=self.generator, device=self.device) + FIRST_BLOCK
         table = order[torch.arange(requests * columns, device=self.device) % owned].view(requests, columns)
-        span = Span(slice(0, requests), slice(0, requests * n), n, self.positions(), table)
+        span = Span(slice(0, requests), slice(0, requests * n), n, self._positions(), table)
         return span, owned + FIRST_BLOCK
 
     def cache(self, blocks: int, heads: int, block_size: int, width: int) -> Tensor:
@@ -113,7 +112,7 @@ class Inputs:
 
     def slots(self, block_size: int) -> tuple[Tensor, Tensor, int]:
         """A slot for every row: blocks, offsets, and how many blocks there are."""
-        rows = self.load.rows
+        rows = self.shape.rows
         blocks = FIRST_BLOCK + -(-rows // block_size)
         place = torch.randperm((blocks - FIRST_BLOCK) * block_size, generator=self.generator, device=self.device)[:rows]
         return place // block_size + FIRST_BLOCK, place % block_size, blocks
@@ -122,9 +121,9 @@ class Inputs:
         """Units of every row and group, its own among them: [T, groups, budget] int32 ascending, then PAD."""
         own = positions.div(unit, rounding_mode="floor")[:, :, None, None]  # [R, n, 1, 1]
         requests, n = positions.shape
-        units = -(-self.load.context // unit)
+        units = -(-self.shape.context // unit)
         place = torch.arange(units, device=self.device)
-        if self.load.overlap:  # a window over the units in random order, which moves on by one from row to row
+        if self.shape.overlap:  # a window over the units in random order, which moves on by one from row to row
             order = torch.rand(requests, 1, groups, units, generator=self.generator, device=self.device).argsort(-1)
             score = (order - torch.arange(n, device=self.device)[:, None, None]) % units
         else:
@@ -137,7 +136,7 @@ class Inputs:
 
     def rotary(self, width: int, rotated: int) -> Rotary:
         """Angles of the rows."""
-        rows, half = self.load.rows, rotated // 2
+        rows, half = self.shape.rows, rotated // 2
         angle = self.randn(rows, 1, half, dtype=torch.float32)
         cos, sin = torch.ones(rows, 1, width, device=self.device), torch.zeros(rows, 1, width, device=self.device)
         cos[..., :rotated] = angle.cos().repeat(1, 1, 2)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -14,20 +16,34 @@ from skipstone.kernels.reference.block_table import PageTable
 from skipstone.kernels.reference.pointwise import Rotary
 from skipstone.registry import KERNELS
 from skipstone.tools.doctor.op_cases import EXACT, FLOAT32, OP_CASES, VARIANTS, WHOLE, OpCase
-from skipstone.tools.doctor.op_inputs import SMALL, Inputs, Load, Sizes
+from skipstone.tools.doctor.op_inputs import SMALL, Inputs, Shape, Sizes
 
 # Of all of a result against float64, by its length. bfloat16 rounds to 2^-9; results between products are rounded too.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
-SELF_TEST_LOAD = Load(3, 2, 200, overlap=False, padding=True)
+SELF_TEST_SHAPE = Shape(3, 2, 200, overlap=False, padding=True)
 
 
-class Verdict(NamedTuple):
-    """What the self-test found of one op."""
+class Verdict(msgspec.Struct):
+    """One op: what the self-test found of it, what runs it here, and why."""
 
     op: str
     error: float | None  # relative, of numbers; None: there is no result
     same_alone: bool | None  # whether a row alone has the bits that it has among others; None: no such promise
     failure: str | None = None
+    implementation: str = ""
+    reason: str = ""
+
+
+def in_words(fault: Exception) -> str:
+    """What went wrong, in one line that is not too long."""
+    return " ".join(f"{type(fault).__name__}: {fault}".split())[:200]
+
+
+def import_kernels(names: Iterable[str]) -> None:
+    """Import entries of KERNELS, which threads had better not do at once; what fails fails again when it is run."""
+    for name in names:
+        with suppress(Exception):
+            KERNELS.load(name)
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -41,7 +57,7 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def arguments(case: OpCase, exact: bool) -> tuple[Any, ...]:
-    """A case's arguments, exact or not."""
+    """A case's arguments, with the flag in its place."""
     return tuple(exact if arg is EXACT else arg for arg in case.args)
 
 
@@ -55,14 +71,15 @@ def results(case: OpCase, op: Callable[..., Any], exact: bool, dtype: torch.dtyp
     written = [convert(cache).clone() for cache in case.written]
     fresh = {id(old): new for old, new in zip(case.written, written, strict=True)}
     out = op(*map_tensors(arguments(case, exact), lambda tensor: fresh.get(id(tensor), convert(tensor))))
-    shown = [tensor[:, case.shown] if tensor.dim() > 1 else tensor for tensor in _tensors(out)]
+    shown = [tensor[:, case.shown] if tensor.dim() > 1 else tensor for tensor in tensors_in(out)]
     return [*shown, *written]
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    return [part for item in value or () for part in _tensors(item)]
+def tensors_in(value: Any) -> list[Tensor]:
+    """All tensors of nested tuples, in order."""
+    if isinstance(value, tuple):
+        return [tensor for part in value for tensor in tensors_in(part)]
+    return [value] if isinstance(value, Tensor) else []
 
 
 class Distance(NamedTuple):
@@ -92,10 +109,12 @@ def distance(got: list[Tensor], expected: list[Tensor]) -> Distance:
     return Distance(error, ids)
 
 
-def reference_results(op: str, case: OpCase) -> list[Tensor]:
-    """What plain torch computes in float64, or in float32 where that is part of what the op means."""
+def compare(op: str, case: OpCase, function: Callable[..., Any]) -> list[Distance]:
+    """How far an op is, fast and exact, from plain torch in float64: in float32 where that is part of what it means."""
     precision = torch.float32 if op in FLOAT32 else torch.float64
-    return results(case, KERNELS.load(f"{op}/reference"), False, precision)
+    expected = results(case, KERNELS.load(f"{op}/reference"), False, precision)
+    modes = (False, True) if case.has_exact else (False,)
+    return [distance(results(case, function, exact), expected) for exact in modes]
 
 
 def alone(case: OpCase, row: int) -> OpCase:
@@ -122,19 +141,14 @@ def same_alone(case: OpCase, op: Callable[..., Any], row: int) -> bool:
     """Whether a row computed alone in exact mode has the bits that it has among the others."""
     together, single = results(case, op, True), results(alone(case, row), op, True)
     returned = len(together) - len(case.written)
-    return all(
-        torch.equal(_bits(many.narrow(case.row_dim, row, 1)), _bits(one))
-        for many, one in zip(together[:returned], single[:returned], strict=True)
-    )
+    cut = [many.narrow(case.row_dim, row, 1) for many in together[:returned]]
+    bits = ([tensor.contiguous().view(torch.uint8) for tensor in side] for side in (cut, single[:returned]))
+    return all(torch.equal(many, one) for many, one in zip(*bits, strict=True))
 
 
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(torch.uint8)
-
-
-def make_case(op: str, sizes: Sizes, load: Load, dtype: torch.dtype, device: torch.device, **options: Any) -> OpCase:
+def make_case(op: str, sizes: Sizes, shape: Shape, dtype: torch.dtype, device: torch.device, **options: Any) -> OpCase:
     """A case to be compared. `options` go to the case's own maker."""
-    return OP_CASES[op](Inputs(sizes, load, dtype, device, 1, op in WHOLE), **options)
+    return OP_CASES[op](Inputs(sizes, shape, dtype, device, 1, op in WHOLE), **options)
 
 
 def examine(op: str, implementation: Implementation, dtype: torch.dtype, device: torch.device) -> Verdict:
@@ -144,14 +158,12 @@ def examine(op: str, implementation: Implementation, dtype: torch.dtype, device:
     try:
         function = KERNELS.load(f"{op}/{implementation}")
         for options in ({}, *VARIANTS.get(op, ())):
-            case = make_case(op, SMALL, SELF_TEST_LOAD, dtype, device, **options)
-            expected = reference_results(op, case)
-            modes = (False, True) if case.has_exact else (False,)
-            found += [distance(results(case, function, exact), expected) for exact in modes]
+            case = make_case(op, SMALL, SELF_TEST_SHAPE, dtype, device, **options)
+            found += compare(op, case, function)
             if case.per_row:
                 same = same is not False and same_alone(case, function, 2)
     except Exception as fault:  # whatever a kernel does wrong here is what the self-test is for
-        return Verdict(op, None, None, " ".join(f"{type(fault).__name__}: {fault}".split())[:200])
+        return Verdict(op, None, None, in_words(fault))
     failures = [text for item in found if (text := item.failure(dtype)) is not None]
     if same is False:
         failures.append("a row alone has other bits than among others")

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import torch
 
 from skipstone.attention.msa_aiter import aiter_refusal
@@ -24,21 +25,9 @@ from skipstone.kernels.dispatch import (
     triton_refusal,
 )
 from skipstone.kernels.ops import OP_NAMES, Implementation
-from skipstone.registry import KERNELS
-from skipstone.tools.doctor.op_run import Verdict, examine
+from skipstone.tools.doctor.op_run import Verdict, examine, import_kernels
 
 GB = 1e9
-
-
-class OpReport(msgspec.Struct):
-    """One op: what runs it here, and what its self-test found. Fields as in `op_run.Verdict`."""
-
-    op: str
-    implementation: Implementation
-    reason: str
-    error: float | None
-    same_alone: bool | None
-    failure: str | None
 
 
 class Report(msgspec.Struct):
@@ -46,7 +35,7 @@ class Report(msgspec.Struct):
 
     facts: dict[str, str]
     notes: list[str]
-    ops: list[OpReport]
+    ops: list[Verdict]
     seconds: float
 
     @property
@@ -65,37 +54,33 @@ def report() -> Report:
         ops: Implementation = choose_ops(device, "triton").ops.implementation
         choices = dict.fromkeys(OP_NAMES, (ops, "Triton's interpreter, as TRITON_INTERPRET=1 asks"))
     verdicts = _examine_all(choices, device)
-    listed = [
-        OpReport(verdict.op, *choices[verdict.op], verdict.error, verdict.same_alone, verdict.failure)
-        for verdict in verdicts
-    ]
+    for verdict in verdicts:
+        verdict.implementation, verdict.reason = choices[verdict.op]
     facts = dict(_facts(device)) | {"ops": "; ".join(dict.fromkeys(reason for _, reason in choices.values()))}
-    return Report(facts, list(_notes(device)), listed, time.perf_counter() - started)
+    return Report(facts, list(_notes(device)), verdicts, time.perf_counter() - started)
 
 
 def _examine_all(choices: dict[str, tuple[Implementation, str]], device: torch.device) -> list[Verdict]:
     if device.type == "cpu":
         return [examine(op, implementation, torch.float32, device) for op, (implementation, _) in choices.items()]
-    for op, (implementation, _) in choices.items():  # threads had better not import one module at once
-        with suppress(Exception):  # `examine` meets it again, and says so
-            KERNELS.load(f"{op}/{implementation}")
+    import_kernels(f"{op}/{implementation}" for op, (implementation, _) in choices.items())
     with ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:  # most of the time goes into compiling
-        return list(pool.map(lambda op: examine(op, choices[op][0], _dtype(choices[op][0]), device), choices))
-
-
-def _dtype(implementation: Implementation) -> torch.dtype:
-    """What a model runs in on a GPU; plain torch samples from float32 only."""
-    return torch.bfloat16 if implementation == "triton" else torch.float32
+        # Models run in bfloat16 on a GPU; plain torch samples from float32 only.
+        dtypes = {op: torch.bfloat16 if kind == "triton" else torch.float32 for op, (kind, _) in choices.items()}
+        return list(pool.map(lambda op: examine(op, choices[op][0], dtypes[op], device), choices))
 
 
 def _facts(device: torch.device) -> Iterator[tuple[str, str]]:
     yield "skipstone", _version("skipstone")
     yield "Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"
-    yield "torch", f"{torch.__version__}, {_build()}"
+    version = torch.version
+    build = f"ROCm {version.hip}" if version.hip else f"CUDA {version.cuda}" if version.cuda else "CPUs"
+    yield "torch", f"{torch.__version__}, for {build}"
     yield "Triton", _version("triton") + (f"; not used: {refusal}" if (refusal := triton_refusal(device)) else "")
     unused = numba_refusal(device, torch.float32)
     yield "Numba", _version("numba") + (f"; not used: {unused}" if unused else "")
-    yield "processor", f"{_processor()}, {torch.get_num_threads()} threads of {os.cpu_count()}, {_memory()}"
+    memory = f"{free_memory_bytes() / GB:.1f} GB of memory available"
+    yield "processor", f"{_processor()}, {torch.get_num_threads()} threads of {os.cpu_count()}, {memory}"
     count = torch.cuda.device_count()
     for index in range(count):
         properties = torch.cuda.get_device_properties(index)
@@ -114,8 +99,9 @@ def _facts(device: torch.device) -> Iterator[tuple[str, str]]:
 def _notes(device: torch.device) -> Iterator[str]:
     """What a user may want to change."""
     if device.type == "cpu":
+        numpy = tuple(int(part) for part in np.__version__.split(".")[:2])
         yield "row alone: equal bits need an order of sums or a padding, which exact mode measures per shape of product"
-        if triton_refusal(device) is None and _at_least(_version("numpy"), (2, 4)):
+        if triton_refusal(device) is None and numpy >= (2, 4):
             yield "Triton's interpreter cannot run loops with numpy 2.4 and above; pip install 'numpy<2.4'"
 
 
@@ -124,16 +110,6 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
-
-
-def _at_least(version: str, wanted: tuple[int, ...]) -> bool:
-    return tuple(int(part) for part in version.split(".")[: len(wanted)] if part.isdigit()) >= wanted
-
-
-def _build() -> str:
-    if torch.version.hip is not None:
-        return f"for ROCm {torch.version.hip}"
-    return f"for CUDA {torch.version.cuda}" if torch.version.cuda else "for CPUs"
 
 
 def _driver() -> str:
@@ -149,7 +125,3 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
     return platform.processor() or "unknown"
-
-
-def _memory() -> str:
-    return f"{free_memory_bytes() / GB:.1f} GB of memory available"

@@ -6,7 +6,7 @@ The model is built on torch's meta device, so that a checkpoint of any size is l
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,7 @@ from skipstone.errors import CheckpointError, SkipstoneError
 from skipstone.kernels.dispatch import choose_device, choose_dtype, free_memory_bytes
 from skipstone.llm import GenerationConfig
 from skipstone.models.base import CausalLM, DraftHead
-from skipstone.models.loader import (
-    ModelInfo,
-    memory_refusal,
-    mtp_bytes,
-    read_model_info,
-    weight_bytes,
-    with_index_keys,
-)
+from skipstone.models.loader import ModelInfo, memory_refusal, mtp_bytes, read_model_info, weight_bytes, with_index_keys
 from skipstone.models.stored import Match, StoredTensor, StoredWeights, match_weights, open_weights
 from skipstone.registry import DRAFT_HEADS
 from skipstone.runtime.available import Candidate, candidates, count_mtp_modules
@@ -45,6 +38,12 @@ PARTS = (
     ("attention", r"\.self_attn\."),
     ("dense feed-forward", r"\.mlp\."),
 )
+FAULTS = {
+    "missing": "missing",
+    "unexpected": "unexpected",
+    "other_shape": "with another shape",
+    "twins": "for a slot that has one already",
+}  # fields of the report, and what `Match.faults` calls them
 LICENCES = ("LICENSE*", "LICENCE*", "NOTICE*", "COPYING*")
 
 
@@ -108,8 +107,7 @@ class CheckpointReport(msgspec.Struct, frozen=True):
     @property
     def complete(self) -> bool:
         """Whether every weight is there, in its shape, and nothing else, and the files beside them can be used."""
-        names = self.missing or self.unexpected or self.other_shape or self.twins
-        return not (self.format_refused or names or self.unusable)
+        return not (self.format_refused or self.unusable or any(getattr(self, field) for field in FAULTS))
 
     @property
     def loads(self) -> bool:
@@ -127,10 +125,13 @@ def examine(folder: Path, dtype: str, index_keys: str = "model", device: str = "
     tensors = stored.tensors.values()
     place = choose_device(device)
     run_dtype = choose_dtype(dtype, place)
-    present = count_mtp_modules(info, stored)
+    present, declared = count_mtp_modules(info, stored), info.config.declared_mtp_modules
+    mtp: DraftHead | None = None
     with torch.device("meta"):
         model: CausalLM = info.model_class(info.config, run_dtype, True, 1)
-        mtp = _mtp_head(info, model, present, run_dtype, stored.tensors)
+        if present:
+            mtp = DRAFT_HEADS.load(info.architecture)(model, present, run_dtype, False, stored.tensors)
+    absent = f"config.json declares {declared} MTP modules, the files hold {present}"
     match = match_weights(model, stored)
     matches = [match] if mtp is None else [match, match_weights(mtp, stored)]
     groups = _cache_groups(model, run_dtype)
@@ -157,14 +158,11 @@ def examine(folder: Path, dtype: str, index_keys: str = "model", device: str = "
         mtp_loaded_bytes=more,
         does_not_fit=memory_refusal(loaded, more, run_dtype, free),
         format_refused=next((one.refusal for one in matches if one.refusal), None),
-        missing=[name for one in matches for name in one.faults["missing"]],
-        unexpected=[name for one in matches for name in one.faults["unexpected"]],
-        other_shape=[text for one in matches for text in one.faults["with another shape"]],
-        twins=[text for one in matches for text in one.faults["for a slot that has one already"]],
+        **{field: [text for one in matches for text in one.faults[kind]] for field, kind in FAULTS.items()},
         unread=stored.unread,
         unusable=_unusable(info),
-        declared_but_absent=_absent(info, present),
-        mtp_modules_declared=info.config.declared_mtp_modules,
+        declared_but_absent=[] if present == declared else [absent],
+        mtp_modules_declared=declared,
         mtp_modules_present=present,
         mtp_cache_bytes_per_token=sum(spec.bytes_per_token(run_dtype) for spec in mtp.cache_specs()) if mtp else 0,
         proposers=[check_candidate(candidate, info, model, matches[-1]) for candidate in candidates(info)],
@@ -175,7 +173,7 @@ def examine(folder: Path, dtype: str, index_keys: str = "model", device: str = "
 
 
 def _open(info: ModelInfo) -> StoredWeights:
-    """Index and headers; what cannot be read is told more closely."""
+    """Index and headers; what is wrong with one is said more closely."""
     try:
         return open_weights(info.folder, info.raw)
     except CheckpointError:
@@ -185,22 +183,19 @@ def _open(info: ModelInfo) -> StoredWeights:
 
 
 def _parts(match: Match, files: list[Path]) -> list[PartReport]:
-    sizes = {tensor.name: tensor.num_bytes for file in files for tensor in read_header(file)}
-    labelled = [(_part(name), tensor, True) for name, tensor in match.loaded.items()]
-    labelled += [(reason, tensor, False) for reason, tensor in match.ignored]
-    known = [part for part, _ in PARTS]
-    order = [*known, *sorted({part for part, _, _ in labelled} - set(known))]
-    reports = []
-    for part in order:
-        for loaded in (True, False):
-            chosen = [tensor for label, tensor, kept in labelled if (label, kept) == (part, loaded)]
-            numel, size = sum(tensor.numel for tensor in chosen), sum(sizes[tensor.name] for tensor in chosen)
-            reports.append(PartReport(part, len(chosen), numel, size, loaded))
-    return [report for report in reports if report.tensors]
-
-
-def _part(name: str) -> str:
-    return next((part for part, pattern in PARTS if re.search(pattern, name)), "other")
+    sizes = {name: entry.num_bytes for file in files for name, entry in read_header(file).items()}
+    members: dict[tuple[str, bool], list[StoredTensor]] = defaultdict(list)
+    for name, tensor in match.loaded.items():
+        part = next((part for part, pattern in PARTS if re.search(pattern, name)), "other")
+        members[part, True].append(tensor)
+    for reason, tensor in match.ignored:
+        members[reason, False].append(tensor)
+    places = {part: place for place, (part, _) in enumerate(PARTS)}
+    ordered = sorted(members.items(), key=lambda item: (places.get(item[0][0], len(PARTS)), item[0][0], not item[0][1]))
+    return [
+        PartReport(part, len(own), sum(each.numel for each in own), sum(sizes[each.name] for each in own), loaded)
+        for (part, loaded), own in ordered
+    ]
 
 
 def _layers(model: CausalLM) -> dict[str, int]:
@@ -219,29 +214,10 @@ def _layers(model: CausalLM) -> dict[str, int]:
 
 
 def _cache_groups(model: CausalLM, dtype: torch.dtype) -> list[CacheGroupReport]:
-    specs = model.cache_specs()
-    reports = []
-    for group, backend in dict.fromkeys((spec.group, spec.backend) for spec in specs):
-        members = [spec for spec in specs if (spec.group, spec.backend) == (group, backend)]
-        size = sum(spec.bytes_per_token(dtype) for spec in members)
-        reports.append(CacheGroupReport(group, backend, len(members), size))
-    return reports
-
-
-def _mtp_head(
-    info: ModelInfo, model: CausalLM, present: int, dtype: torch.dtype, names: dict[str, StoredTensor]
-) -> DraftHead | None:
-    """The MTP modules in the files."""
-    if not present:
-        return None
-    head: DraftHead = DRAFT_HEADS.load(info.architecture)(model, present, dtype, False, names)
-    return head
-
-
-def _absent(info: ModelInfo, present: int) -> list[str]:
-    """What config.json announces and the files do not hold."""
-    declared = info.config.declared_mtp_modules
-    return [] if present == declared else [f"config.json declares {declared} MTP modules, the files hold {present}"]
+    sizes: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for spec in model.cache_specs():
+        sizes[spec.group, spec.backend].append(spec.bytes_per_token(dtype))
+    return [CacheGroupReport(*group, len(members), sum(members)) for group, members in sizes.items()]
 
 
 def _unusable(info: ModelInfo) -> list[str]:

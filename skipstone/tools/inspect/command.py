@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import msgspec
 
 from skipstone.cli.options import Command, Settings
 from skipstone.config import EngineConfig
 from skipstone.errors import CheckpointError, ConfigError, SkipstoneError
 from skipstone.models.locate import locate
+from skipstone.tools.report import STDOUT, publish
 
 if TYPE_CHECKING:
     from skipstone.tools.inspect.checkpoint import CheckpointReport
@@ -28,7 +28,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     from skipstone.models.loader import read_json, read_model_info
     from skipstone.runtime.proposers import head_method
     from skipstone.tools.inspect.checkpoint import examine  # imports torch, which errors above should not wait for
-    from skipstone.tools.inspect.heads import HeadReport, examine_head
+    from skipstone.tools.inspect.heads import examine_head
 
     try:
         method = head_method(read_json(folder / "config.json", "a model folder needs the config.json of its release"))
@@ -50,10 +50,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     except CheckpointError as error:
         error.exit_code = CHECK_FAILED
         raise
-    if args.json:
-        print(msgspec.json.format(msgspec.json.encode(report)).decode())
-    else:
-        print("\n".join(render(report) if not isinstance(report, HeadReport) else render_head(report)))
+    publish(report, STDOUT if args.json else None, lambda report: print("\n".join(render(report))))
     return 0 if report.loads else CHECK_FAILED
 
 
@@ -69,30 +66,32 @@ def _target_of(folder: Path, method: str) -> Path:
     return target
 
 
-def render_head(report: HeadReport) -> list[str]:
-    """The report of a head as lines of text."""
+def render(report: CheckpointReport | HeadReport) -> list[str]:
+    """The report as lines of text."""
+    from skipstone.tools.inspect.heads import HeadReport
+
+    dtypes = ", ".join(f"{count} {dtype}" for dtype, count in report.stored_dtypes.items())
+    files = _row("files", f"{report.files} with {_size(report.bytes_on_disk)}; tensors: {dtypes}")
+    return _render_head(report, files) if isinstance(report, HeadReport) else _render_checkpoint(report, files)
+
+
+def _render_head(report: HeadReport, files: str) -> list[str]:
     verdict = f"this head loads with {report.target}" if report.loads else f"this head does not load: {report.problem}"
     return [
         f"draft head for --spec {report.method}:{report.folder}:K",
-        _row("files", _files(report)),
+        files,
         *([_row("drafting", report.drafting)] if report.drafting else []),
         "",
         verdict,
     ]
 
 
-def _files(report: CheckpointReport | HeadReport) -> str:
-    dtypes = ", ".join(f"{count} {dtype}" for dtype, count in report.stored_dtypes.items())
-    return f"{report.files} with {_size(report.bytes_on_disk)}; tensors: {dtypes}"
-
-
-def render(report: CheckpointReport) -> list[str]:
-    """The report as lines of text."""
+def _render_checkpoint(report: CheckpointReport, files: str) -> list[str]:
     kinds = {name: count for name, count in report.layers.items() if count and name != "layers"}
     chat = report.chat_template or "absent: chat is not available"
     lines = [
         f"{report.architecture} in {report.folder}",
-        _row("files", _files(report)),
+        files,
         _row("layers", f"{report.layers['layers']}: " + ", ".join(f"{count} {name}" for name, count in kinds.items())),
         _row("context", f"{report.max_position_embeddings:,} positions; vocabulary {report.vocab_size:,}"),
         *([_row("sparse budget", report.sparse_budget)] if report.sparse_budget else []),
@@ -140,19 +139,14 @@ def _speculation(report: CheckpointReport) -> list[str]:
 
 
 def _problems(report: CheckpointReport) -> list[str]:
+    from skipstone.tools.inspect.checkpoint import FAULTS
+
     lines = [f"note: {text}" for text in report.declared_but_absent]
     lines += [f"note: {name} is not in the index and not read" for name in report.unread]
-    kinds = {
-        "tensors missing": report.missing,
-        "tensors unexpected": report.unexpected,
-        "tensors with another shape": report.other_shape,
-        "tensors for a slot that has one already": report.twins,
-    }
     # Names tell nothing of a checkpoint in another format.
-    for kind, names in ({} if report.format_refused else kinds).items():
-        if names:
-            lines.append(f"{len(names)} {kind}:")
-            lines += [f"  {name}" for name in names[:LISTED]]
+    for field, kind in ({} if report.format_refused else FAULTS).items():
+        if names := getattr(report, field):
+            lines += [f"{len(names)} tensors {kind}:", *(f"  {name}" for name in names[:LISTED])]
             lines += [f"  and {len(names) - LISTED} more; --json lists all"] if len(names) > LISTED else []
     if report.unusable:
         lines += [f"{len(report.unusable)} files that cannot be used:", *(f"  {text}" for text in report.unusable)]
@@ -167,12 +161,10 @@ def _row(name: str, value: str) -> str:
 
 
 def _size(num_bytes: int) -> str:
-    value = float(num_bytes)
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1000
-    return f"{value:.2f} TB"
+    if num_bytes < 1000:
+        return f"{num_bytes} B"
+    power = min(int(math.log10(num_bytes)) // 3, 4)
+    return f"{num_bytes / 1000**power:.{2 if power == 4 else 1}f} {('kB', 'MB', 'GB', 'TB')[power - 1]}"
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:

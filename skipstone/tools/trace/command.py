@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
-
-import msgspec
 
 from skipstone.cli.model import check_engine
 from skipstone.cli.options import Command, Settings
-from skipstone.cli.output import check_writable, writing
 from skipstone.cli.prompts import Prompt, check_sampling, read_stdin, read_vocab_size
 from skipstone.config import EngineConfig
 from skipstone.core.request import SamplingParams
 from skipstone.errors import RequestError
+from skipstone.tools.report import check_target, publish
 
 MAX_TOKENS = 64
 
@@ -23,28 +20,17 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     prompt = _read_prompt(args)
     config, params = settings.engine_config(), settings.sampling_params()
     folder = check_engine(config)
-    if args.json not in (None, "-"):
-        check_writable(args.json)
+    check_target(args.json)
     if params.n != 1:
         raise RequestError(f"n={params.n} cannot be traced; leave --n out")
     check_sampling([prompt], [params], read_vocab_size(folder))
-    from skipstone.tools.trace.report import render  # torch takes seconds to import; errors above come first
-    from skipstone.tools.trace.run import trace
+    from skipstone.tools.trace.run import render, trace  # torch takes seconds to import; errors above come first
 
-    report = trace(config, prompt, settings)
-    encoded = msgspec.json.encode(report)
-    if args.json == "-":
-        print(encoded.decode())
-    else:
-        if args.json:
-            with writing(args.json):
-                Path(args.json).write_bytes(encoded + b"\n")
-        render(report)
+    publish(trace(config, prompt, settings), args.json, render, indent=-1)
     return 0
 
 
 def _read_prompt(args: argparse.Namespace) -> Prompt:
-    """The one prompt. Raises RequestError."""
     if (args.prompt is None) == (not args.stdin):
         raise RequestError("trace takes one prompt: pass -p TEXT, or - to read it from standard input")
     text = args.prompt if args.prompt is not None else read_stdin()

@@ -18,6 +18,7 @@ from torch import Tensor
 from skipstone.config import EngineConfig
 from skipstone.core.observer import EmittedRun, Observer, Phase
 from skipstone.core.request import Request, SamplingParams
+from skipstone.core.speculation import SpeculationStats
 from skipstone.errors import ConfigError
 from skipstone.llm import LLM
 from skipstone.spec.ngram import NgramProposer
@@ -32,13 +33,22 @@ REPEATS = 2  # of rows that do not fit their neighbours
 DUMMY_DRAFTS = 3
 BETWEEN_YARDSTICKS = 6  # steps
 Tick = Callable[[], None]
+TimedStep = Callable[[LLM, int], float]  # runs a step with k drafts a request; seconds that count
+
+
+class Axes(NamedTuple):
+    """What is measured: token ids of some texts for each context length, numbers of requests, numbers of drafts."""
+
+    texts: dict[int, list[list[int]]]
+    batches: list[int]
+    ks: list[int]
 
 
 class DummyProposer(NgramProposer):
     """Drafts of no worth that cost nothing to make: tokens that the request has written a while ago."""
 
     def propose(self, step: DraftStep) -> Tensor | None:
-        """See the class."""
+        """The tokens from 2k places back on."""
         if not step.k:
             return None
         place = step.newest[:, None] - 2 * step.k + torch.arange(step.k, device=step.newest.device)
@@ -48,127 +58,116 @@ class DummyProposer(NgramProposer):
 class Meter(Observer):
     """Times the parts of each step; counts drafts by position while `counting`, where the length limit cuts none."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self) -> None:
         self.ends: dict[Phase, float] = {}
         self.counting = False
-        self.steps = 0
-        self.drafted, self.accepted = [0] * most, [0] * most
+        self.most = 0  # drafts of a step
+        self.steps, self.drafts = 0, SpeculationStats()
 
     def on_phase(self, phase: Phase) -> None:
-        """Remember when it ended."""
+        """Note when a part of the step has ended."""
         self.ends[phase] = time.perf_counter()
 
     def on_runs(self, runs: list[EmittedRun]) -> None:
-        """Count them."""
-        if not self.counting:
-            return
-        for run in runs:
-            cut = run.start + len(self.drafted) >= run.request.max_total_tokens
-            if run.start == run.request.num_prompt_tokens or cut:
-                continue
-            self.steps += 1
-            for i in range(len(run.drafts)):
-                self.drafted[i] += 1
-                self.accepted[i] += i < run.num_accepted
+        """Count their drafts. The first token of an answer had none to verify."""
+        for run in runs if self.counting else ():
+            if run.request.num_prompt_tokens < run.start < run.request.max_total_tokens - self.most:
+                self.steps += 1
+                self.drafts.record(len(run.drafts), run.num_accepted)
 
     @property
     def acceptance(self) -> Acceptance:
         """What was counted, as shares of all decoding steps."""
-        shares = [[count / max(self.steps, 1) for count in counts] for counts in (self.drafted, self.accepted)]
-        return Acceptance(drafted=shares[0], accepted=shares[1], steps=self.steps)
 
+        def shares(counts: list[int]) -> list[float]:
+            return [count / max(self.steps, 1) for count in counts + [0] * (self.most - len(counts))]
 
-class Bench:
-    """Requests of one engine at a given context, stepped by hand."""
-
-    def __init__(self, llm: LLM, texts: Sequence[list[int]]) -> None:
-        self.llm = llm
-        self.texts = texts
-        self.requests: list[Request] = []
-
-    def start(self, batch: int) -> None:
-        """Start requests, until `batch` of them decode."""
-        params = SamplingParams(temperature=0.0, ignore_eos=True)
-        for number in range(batch):
-            session = self.llm.add(self.texts[number % len(self.texts)], params)
-            self.requests.append(session.choices[0].request)
-        while any(request.num_output_tokens == 0 for request in self.requests):
-            self.llm.step()
-        self.llm.step()
-
-    def plain_step(self, k: int) -> float:
-        """Seconds of a step that verifies k drafts of every request, once `SETTLE` have passed."""
-        self.llm.engine.scheduler.most_drafts = lambda num_requests: k
-        started = time.perf_counter()
-        self.llm.step()
-        return time.perf_counter() - started
-
-    def draft_step(self, k: int, meter: Meter) -> float:
-        """Seconds that the proposer adds to a step; once `SETTLE` have passed, it follows k drafts and makes k."""
-        self.llm.engine.scheduler.most_drafts = lambda num_requests: k
-        self.llm.step()
-        return meter.ends["draft"] - meter.ends["verify"]
-
-    def seconds(self, ks: Sequence[int], once: Callable[[int], float], turns: int) -> list[float]:
-        """Of each k, the lower quartile of several steps: what disturbs a step only makes it longer."""
-        times: dict[int, list[float]] = {k: [] for k in ks}
-        for _ in range(turns):
-            for k in ks:
-                times[k] += [once(k) for _ in range(SETTLE + 2)][SETTLE:]
-        return [sorted(times[k])[len(times[k]) // 4] for k in ks]
-
-
-def measure_steps(
-    config: EngineConfig, texts: dict[int, list[list[int]]], batches: Sequence[int], ks: Sequence[int], tick: Tick
-) -> Grid:
-    """Cost of the target's steps. `texts`: token ids for each context length."""
-    with with_dummies(config, max(*ks, 1)) as llm:
-        return target_grid(llm, texts, batches, ks, tick)
-
-
-def target_grid(
-    llm: LLM,
-    texts: dict[int, list[list[int]]],
-    batches: Sequence[int],
-    ks: Sequence[int],
-    tick: Tick,
-    turns: int = TURNS,
-) -> Grid:
-    """The same on an open engine of `with_dummies`."""
-    return _grid(llm, texts, batches, ks, tick, lambda bench: bench.plain_step, turns)
+        drafted, accepted = self.drafts.drafted_per_position, self.drafts.accepted_per_position
+        return Acceptance(drafted=shares(drafted), accepted=shares(accepted), steps=self.steps)
 
 
 def with_dummies(config: EngineConfig, k: int) -> LLM:
-    """An engine that makes up to k dummy drafts, none until `most_drafts` says otherwise."""
-    llm = LLM(config=with_spec(config, "ngram", k))
+    """An engine that makes up to k dummy drafts, none until `limit_drafts` says otherwise."""
+    llm = LLM(config=with_spec(config, "ngram", max(k, 1)))
     llm.engine.runner.step.proposer = DummyProposer(1, 1)
-    llm.engine.scheduler.most_drafts = lambda num_requests: 0
+    limit_drafts(llm, 0)
     return llm
 
 
+def limit_drafts(llm: LLM, k: int) -> None:
+    """Have the next steps plan k drafts a request, whatever their number."""
+    llm.engine.scheduler.most_drafts = lambda num_requests: k
+
+
+def plain_step(llm: LLM, k: int) -> float:
+    """Seconds of a step that verifies k drafts of every request, once `SETTLE` have passed."""
+    limit_drafts(llm, k)
+    started = time.perf_counter()
+    llm.step()
+    return time.perf_counter() - started
+
+
+def measure_grid(llm: LLM, axes: Axes, timed_step: TimedStep, tick: Tick, turns: int = TURNS) -> Grid:
+    """Seconds at every size; rows that do not fit their neighbours are measured again unless there is one turn only.
+
+    Of each cell it is the lower quartile of several steps: what disturbs a step only makes it longer.
+    """
+
+    def row(context: int, batch: int) -> list[float]:
+        texts, params = axes.texts[context], SamplingParams(temperature=0.0, ignore_eos=True)
+        sessions = [llm.add(texts[number % len(texts)], params) for number in range(batch)]
+        _reach_decoding(llm, [session.choices[0].request for session in sessions])
+        llm.step()
+        times: dict[int, list[float]] = {k: [] for k in axes.ks}
+        for _ in range(turns):
+            for k in axes.ks:
+                times[k] += [timed_step(llm, k) for _ in range(SETTLE + 2)][SETTLE:]
+        llm.close()
+        return [sorted(own)[len(own) // 4] for own in times.values()]
+
+    grid = Grid(contexts=list(axes.texts), batches=axes.batches, ks=axes.ks, values=[])
+    for context in axes.texts:
+        grid.values.append([])
+        for batch in axes.batches:
+            grid.values[-1].append(row(context, batch))
+            tick()
+    for _ in range(REPEATS if turns > 1 else 0):
+        for c, b in grid.doubtful():
+            again = row(grid.contexts[c], grid.batches[b])
+            grid.values[c][b] = [min(pair) for pair in zip(grid.values[c][b], again, strict=True)]
+    return grid
+
+
+def _reach_decoding(llm: LLM, requests: Sequence[Request]) -> None:
+    while any(request.num_output_tokens == 0 for request in requests):
+        llm.step()
+
+
+def measure_steps(config: EngineConfig, axes: Axes, tick: Tick) -> Grid:
+    """Cost of the target's steps."""
+    with with_dummies(config, axes.ks[-1]) as llm:
+        return measure_grid(llm, axes, plain_step, tick)
+
+
 def measure_proposer(
-    config: EngineConfig,
-    spec: str,
-    texts: dict[int, list[list[int]]],
-    batches: Sequence[int],
-    ks: Sequence[int],
-    jobs: Sequence[Job],
-    tick: Tick,
+    config: EngineConfig, spec: str, axes: Axes, jobs: Sequence[Job], tick: Tick
 ) -> tuple[Grid, Acceptance]:
-    """What a proposer costs, and how many of its drafts are kept on the jobs (none: not measured)."""
-    meter = Meter(ks[-1])
-    llm = _open(config, spec, ks[-1], meter)
-    with llm:
-        most = llm.engine.speculation.k
-        meter.drafted, meter.accepted = [0] * most, [0] * most
-        if jobs:
-            meter.counting = True
-            run_on(llm, jobs, lambda: None)
-            meter.counting = False
+    """What a proposer adds to a step, and how many of its drafts are kept on the jobs (none: not measured)."""
+    meter = Meter()
+
+    def draft_step(llm: LLM, k: int) -> float:
+        """Once `SETTLE` steps have passed, it follows k drafts and makes k."""
+        plain_step(llm, k)
+        return meter.ends["draft"] - meter.ends["verify"]
+
+    with _open(config, spec, axes.ks[-1], meter) as llm:
+        meter.most = llm.engine.speculation.k
+        meter.counting = True
+        run_on(llm, jobs, lambda: None)
+        meter.counting = False
         tick()
-        ks = sorted({min(k, most) for k in ks} | {0})
-        grid = _grid(llm, texts, batches, ks, tick, lambda bench: lambda k: bench.draft_step(k, meter))
-    return grid, meter.acceptance
+        ks = sorted({min(k, meter.most) for k in axes.ks} | {0})
+        return measure_grid(llm, axes._replace(ks=ks), draft_step, tick), meter.acceptance
 
 
 def _open(config: EngineConfig, spec: str, k: int, meter: Meter) -> LLM:
@@ -182,35 +181,6 @@ def _open(config: EngineConfig, spec: str, k: int, meter: Meter) -> LLM:
         if most is None or most >= k:
             raise
         return LLM(config=with_spec(config, spec, most), observer=meter)
-
-
-def _grid(
-    llm: LLM,
-    texts: dict[int, list[list[int]]],
-    batches: Sequence[int],
-    ks: Sequence[int],
-    tick: Tick,
-    way: Callable[[Bench], Callable[[int], float]],
-    turns: int = TURNS,
-) -> Grid:
-    def row(context: int, batch: int) -> list[float]:
-        bench = Bench(llm, texts[context])
-        bench.start(batch)
-        found = bench.seconds(ks, way(bench), turns)
-        llm.close()
-        return found
-
-    grid = Grid(contexts=list(texts), batches=list(batches), ks=list(ks), values=[])
-    for context in texts:
-        grid.values.append([])
-        for batch in batches:
-            grid.values[-1].append(row(context, batch))
-            tick()
-    for _ in range(REPEATS if turns == TURNS else 0):
-        for c, b in grid.doubtful():
-            again = row(grid.contexts[c], grid.batches[b])
-            grid.values[c][b] = [min(pair) for pair in zip(grid.values[c][b], again, strict=True)]
-    return grid
 
 
 class Throughput(NamedTuple):
@@ -241,8 +211,7 @@ def throughput(config: EngineConfig, spec: str, k: int, batch: int, jobs: Sequen
         for first in range(0, len(ids), batch):
             group = [(first + i) % len(ids) for i in range(batch)]
             requests = [llm.add(ids[i], jobs[i][1]).choices[0].request for i in group]
-            while any(request.num_output_tokens == 0 for request in requests):
-                llm.step()
+            _reach_decoding(llm, requests)
             while not any(request.finished for request in requests):
                 started = time.perf_counter()
                 events = llm.step()
@@ -260,21 +229,16 @@ def throughput(config: EngineConfig, spec: str, k: int, batch: int, jobs: Sequen
 
 def _has_room(request: Request) -> bool:
     """Whether no draft of the next steps would be cut by the request's length."""
-    return (
-        len(request.token_ids) + (2 * SETTLE + 3) * (DUMMY_DRAFTS + 1) < request.max_total_tokens
-        and not request.finished
-    )
+    needed = (2 * SETTLE + 3) * (DUMMY_DRAFTS + 1)
+    return len(request.token_ids) + needed < request.max_total_tokens and not request.finished
 
 
 def _yardstick(llm: LLM, requests: Sequence[Request], spec: str) -> list[float]:
     """Seconds of two steps of `yardstick_k` drafts, once they have settled; none where a request ended."""
-    scheduler, k, times = llm.engine.scheduler, yardstick_k(spec), []
+    scheduler, times = llm.engine.scheduler, []
     usual = scheduler.most_drafts
-    scheduler.most_drafts = lambda num_requests: k
     for _ in range(SETTLE + 2):
-        started = time.perf_counter()
-        llm.step()
-        times.append(time.perf_counter() - started)
+        times.append(plain_step(llm, yardstick_k(spec)))
         if any(request.finished for request in requests):
             times.clear()
             break
@@ -288,8 +252,5 @@ def cut_texts(llm_ids: Sequence[list[int]], contexts: Sequence[int], count: int)
     """`count` texts of each length, cut from all prompts laid end to end, beginning at different places."""
     tape = [token for ids in llm_ids for token in ids]
     tape *= -(-2 * max(contexts) // len(tape))
-    texts = {}
-    for context in contexts:
-        starts = [number * len(tape) // (count + 1) for number in range(count)]
-        texts[context] = [(tape[start:] + tape)[:context] for start in starts]
-    return texts
+    starts = [number * len(tape) // (count + 1) for number in range(count)]
+    return {context: [(tape[start:] + tape)[:context] for start in starts] for context in contexts}

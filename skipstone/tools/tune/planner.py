@@ -8,10 +8,10 @@ that finds no draft in some steps, as prompt lookup does, has fewer rows on aver
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_right
 from collections.abc import Sequence
 
 import msgspec
+import numpy as np
 
 from skipstone.runtime.k_table import Ranges
 
@@ -26,14 +26,6 @@ class Acceptance(msgspec.Struct, kw_only=True):
     accepted: list[float]
     steps: int = 0  # that it was measured over; 0: given
 
-    def length(self, k: int) -> float:
-        """Tokens per step and request."""
-        return 1 + sum(self.accepted[:k])
-
-    def drafts(self, k: int) -> float:
-        """Drafts per step and request."""
-        return sum(self.drafted[:k])
-
 
 class Grid(msgspec.Struct, kw_only=True):
     """Seconds measured at some contexts, batch sizes and k; values[context][batch][k]. Linear in between."""
@@ -45,10 +37,10 @@ class Grid(msgspec.Struct, kw_only=True):
 
     def at(self, context: float, batch: float, k: float) -> float:
         """Seconds at any point. Outside of what was measured the nearest measurement counts."""
-        per_context = [
-            _between(self.batches, [_between(self.ks, row, k) for row in plane], batch) for plane in self.values
+        planes = [
+            np.interp(batch, self.batches, [np.interp(k, self.ks, row) for row in plane]) for plane in self.values
         ]
-        return _between(self.contexts, per_context, context)
+        return float(np.interp(context, self.contexts, planes))
 
     def doubtful(self) -> list[tuple[int, int]]:
         """Rows [context][batch] to measure again: more work takes no less time, and no more than in proportion."""
@@ -74,7 +66,7 @@ class Costs(msgspec.Struct, kw_only=True):
     draft: dict[str, Grid]
 
 
-class Prediction(msgspec.Struct, kw_only=True):
+class Prediction(msgspec.Struct):
     """One proposer, k and batch size."""
 
     proposer: str
@@ -93,16 +85,9 @@ def predict(
         length, seconds = 1.0, costs.step.at(context, batch, 0)
     else:
         known = acceptance[proposer]
-        length = known.length(k)
-        seconds = costs.step.at(context, batch, known.drafts(k)) + costs.draft[proposer].at(context, batch, k)
-    return Prediction(
-        proposer=proposer,
-        k=k,
-        batch=batch,
-        tokens_per_second=batch * length / seconds,
-        seconds_per_step=seconds,
-        tokens_per_step=length,
-    )
+        length = 1 + sum(known.accepted[:k])
+        seconds = costs.step.at(context, batch, sum(known.drafted[:k])) + costs.draft[proposer].at(context, batch, k)
+    return Prediction(proposer, k, batch, batch * length / seconds, seconds, length)
 
 
 def best(predictions: Sequence[Prediction]) -> Prediction:
@@ -118,23 +103,9 @@ def largest_k(costs: Costs, acceptance: dict[str, Acceptance], proposer: str) ->
 def k_ranges(costs: Costs, acceptance: dict[str, Acceptance], proposer: str, context: float) -> Ranges:
     """The best k of one proposer for every batch size up to the largest measured: [first, last, k] runs of equal k."""
     ks = range(largest_k(costs, acceptance, proposer) + 1)
-    ranges: Ranges = []
-    for batch in range(1, costs.step.batches[-1] + 1):
-        k = best([predict(costs, acceptance, proposer, k, batch, context) for k in ks]).k
-        if ranges and ranges[-1][2] == k:
-            ranges[-1] = (ranges[-1][0], batch, k)
-        else:
-            ranges.append((batch, batch, k))
-    return ranges
 
+    def best_k(batch: int) -> int:
+        return best([predict(costs, acceptance, proposer, k, batch, context) for k in ks]).k
 
-def _between(places: Sequence[int], values: Sequence[float], place: float) -> float:
-    """Linear interpolation; the end values outside."""
-    if place <= places[0]:
-        return values[0]
-    if place >= places[-1]:
-        return values[-1]
-    after = bisect_right(places, place)
-    low, high = places[after - 1], places[after]
-    share = (place - low) / (high - low)
-    return values[after - 1] * (1 - share) + values[after] * share
+    runs = [(k, list(run)) for k, run in itertools.groupby(range(1, costs.step.batches[-1] + 1), key=best_k)]
+    return [(run[0], run[-1], k) for k, run in runs]
