@@ -16,8 +16,9 @@ from skipstone.core.plan import Admission, PlanItem, StepPlan, StepResult
 from skipstone.core.request import FinishReason, Request
 from skipstone.core.speculation import SpeculationStats
 from skipstone.runtime.adaptive import AdaptiveK
-from skipstone.runtime.block_pool import BlockPool, Following, hash_block
+from skipstone.runtime.block_pool import BlockPool
 from skipstone.runtime.chunk_limit import ChunkLimit, is_chunk
+from skipstone.runtime.prefix_cache import PrefixCache
 from skipstone.spec.proposer import ProposerNeeds
 
 
@@ -61,7 +62,7 @@ class Scheduler:
         self.pool = pool
         self.max_rows = max_rows
         self.max_requests = max_requests
-        self.prefix_caching = prefix_caching
+        self.prefixes = PrefixCache(pool, needs, prefix_caching)
         self.needs = needs
         self.most_drafts, self.adaptive, self.chunk_limit = most_drafts, adaptive, chunk_limit
         self.pauses_beside_prompts = False
@@ -151,7 +152,7 @@ class Scheduler:
             if place.follows and adaptive is not None and adaptive.rests(soon):
                 place.scouting = adaptive.scouted_steps()
                 place.follows = place.scouting > 0
-            self._match_prefix(request, place.follows)
+            self._copies += self.prefixes.match(request, place.follows)
             item = self._plan_rows(request, budget)
             if item is None or not self._reserve(request, item.end):
                 self._copies = [copy for copy in self._copies if copy[1] not in request.block_ids]
@@ -271,33 +272,6 @@ class Scheduler:
             blocks.extend(new)
         return new is not None
 
-    def _match_prefix(self, request: Request, follows: bool) -> None:
-        """Take over cached blocks. The last token is always computed, as its logits are wanted."""
-        if not self.prefix_caching or request.params.prompt_logprobs is not None:
-            return
-        size = self.pool.block_size
-        most = (len(request.token_ids) - 1) // size
-        drafts = follows and self.needs is not None and self.needs.uses_caches
-        next_tokens = self.needs.next_tokens if drafts and self.needs is not None else None
-        match = self.pool.acquire_prefix(request.token_ids, most, next_tokens, request.first_parent)
-        request.block_ids, request.block_hashes = match.blocks, match.hashes
-        request.num_computed_tokens = len(match.blocks) * size
-        if match.partial:
-            self._copy_last_block(request, next_tokens or 0)
-        request.num_draft_computed = request.num_computed_tokens if drafts else 0
-
-    def _copy_last_block(self, request: Request, rows: int) -> None:
-        """Exchange the last block for a copy of it, of which the last `rows` positions are computed again."""
-        source = request.block_ids.pop()
-        copy = self.pool.allocate(1)
-        if copy is None:
-            request.num_computed_tokens -= self.pool.block_size
-        else:
-            self._copies.append((source, copy[0]))
-            request.block_ids += copy
-            request.num_computed_tokens -= rows
-        self.pool.release([source])
-
     def _preempt_youngest(self) -> Request:
         victim = self.running.pop()
         self._leave(victim)
@@ -350,35 +324,12 @@ class Scheduler:
             if request.grammar is not None and request.drafts:
                 # From the first that the grammar forbids on they could only cost rows.
                 del request.drafts[request.grammar.legal(request.drafts) :]
-            self._register_full_blocks(request)
+            self.prefixes.register(request)
             if request.finished:
                 self._retire(request)
             if kept or request.finished:
                 committed.append((request, kept))
         return committed
-
-    def _register_full_blocks(self, request: Request) -> None:
-        """Hash blocks that hold committed tokens only, so that others can reuse them."""
-        if not self.prefix_caching:
-            return
-        size = self.pool.block_size
-        full = min(request.num_computed_tokens, len(request.token_ids))
-        if request.num_draft_computed:  # until its draft caches are filled as well, a block is of less use to others
-            full = min(full, request.num_draft_computed)
-        full //= size
-        for i in range(len(request.block_hashes), full):
-            parent = request.block_hashes[-1] if request.block_hashes else request.first_parent
-            block_hash = hash_block(parent, request.token_ids[i * size : (i + 1) * size])
-            request.block_hashes.append(block_hash)
-            self.pool.register(request.block_ids[i], block_hash, self._following(request, (i + 1) * size))
-
-    def _following(self, request: Request, end: int) -> Following:
-        """The tokens behind a block that its draft caches depend on; None when they are not filled up to `end`."""
-        if self.needs is None or not self.needs.uses_caches:
-            return ()
-        if request.num_draft_computed < end:
-            return None
-        return tuple(request.token_ids[end : end + self.needs.next_tokens])
 
     def stop(self, request: Request, emitted: int, surplus: int) -> None:
         """End a request because of a stop string in its latest run of `emitted` tokens, `surplus` of which lie behind.
