@@ -97,6 +97,26 @@ def _combine(parts, place, weights, out):
                 out[t, d] += weight * parts[source, d]
 
 
+@kernel(
+    *(
+        f"(float32[:, ::1], int64[:, ::1], float32[:, ::1], {weight}, {weight}, int64, int64,"
+        " float32, float32, float32, float32[:, ::1])"
+        for weight in ("float32[:, :, ::1]", "uint16[:, :, ::1]")
+    )
+)
+def _few_rows(x, experts, weights, gate_up, down, gate_up_segment, down_segment, alpha, limit, shift, out):
+    """Both products, the activation between them and the weighted sum; weights as float32 or as `small` gives them."""
+    pairs = experts.size
+    starts, rows, place = np.empty(len(gate_up) + 1, np.int64), np.empty(pairs, np.int64), np.empty(pairs, np.int64)
+    _group(experts, starts, rows, place)
+    hidden = np.empty((pairs, gate_up.shape[2]), np.float32)
+    inner, parts = np.empty((pairs, down.shape[1]), np.float32), np.empty((pairs, down.shape[2]), np.float32)
+    grouped_product(x, rows, starts, gate_up, gate_up_segment, hidden)
+    gate(hidden, alpha, limit, shift, inner)
+    grouped_product(inner, np.arange(pairs), starts, down, down_segment, parts)
+    _combine(parts, place, weights, out)
+
+
 def route(
     router_logits: Tensor,
     bias: Tensor,
@@ -130,33 +150,16 @@ def experts_forward(
         return reference.experts_forward(x, experts, weights, gate_up, down, activation, exact, out_dtype)
     threads = torch.get_num_threads()
     segments = [blas_segment(*weight.shape[1:], threads) for weight in (gate_up, down)]
-    if len(x) <= MOST_ROWS and None not in segments:
-        parts, place = _few_rows(array(x), array(experts), small(gate_up), small(down), activation, segments)
-    else:
-        padding = reference.padding(x, gate_up, down) if exact else ()
-        rows = reference.group_by_expert(experts, gate_up.shape[0], padding)
-        hidden = reference.expert_products(x.index_select(0, rows.source), rows, gate_up)
-        parts = reference.expert_products(gated(hidden, activation), rows, down).numpy()
-        place = rows.place.numpy()
     out, values = result(*x.shape)
-    _combine(parts, place, array(weights), values)
+    if len(x) <= MOST_ROWS and None not in segments:
+        both = small(gate_up), small(down)
+        if both[0].dtype != both[1].dtype:
+            both = kept(gate_up), kept(down)
+        _few_rows(array(x), array(experts), array(weights), *both, *segments, *activation, values)
+        return out
+    padding = reference.padding(x, gate_up, down) if exact else ()
+    rows = reference.group_by_expert(experts, gate_up.shape[0], padding)
+    hidden = reference.expert_products(x.index_select(0, rows.source), rows, gate_up)
+    parts = reference.expert_products(gated(hidden, activation), rows, down)
+    _combine(array(parts), array(rows.place), array(weights), values)
     return out
-
-
-def _few_rows(
-    x: np.ndarray,
-    experts: np.ndarray,
-    gate_up: np.ndarray,
-    down: np.ndarray,
-    activation: GatedActivation,
-    segments: list[int | None],
-) -> tuple[np.ndarray, np.ndarray]:
-    """Both products and the activation between them: [T * K, H] by expert, and the place of every pair."""
-    pairs = experts.size
-    starts, rows, place = (np.empty(size, np.int64) for size in (len(gate_up) + 1, pairs, pairs))
-    _group(experts, starts, rows, place)
-    hidden, inner, parts = (np.empty((pairs, w), np.float32) for w in (gate_up.shape[2], *down.shape[1:]))
-    grouped_product(x, rows, starts, gate_up, segments[0], hidden)
-    gate(hidden, *activation, inner)
-    grouped_product(inner, np.arange(pairs), starts, down, segments[1], parts)
-    return parts, place
