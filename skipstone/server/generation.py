@@ -19,14 +19,22 @@ from skipstone.core.speculation import SpeculationStats
 Origin = Literal["accepted", "recovered", "bonus", "target"]
 
 
+class Timing(msgspec.Struct, kw_only=True):
+    """Clock readings of one job, time.perf_counter()."""
+
+    arrival: float = 0.0
+    started: float | None = None
+    first_token: float | None = None
+    end: float | None = None
+
+
 class Job(msgspec.Struct, kw_only=True):
     """Prompts that share their parameters. `prediction`: tokens that the answers are expected to contain.
 
-    `owner`: which of the server's keys the request carried, None where none is asked for.
-
-    `stream`: a delta for every step of a choice, else one at its end. `origins`: say where each token came from.
-    `names`: what the API calls the engine's parameters, for messages. `trace`: tell what was read for the only token.
-    `grammar`: held so that the engine's thread need not make it.
+    `owner`: which of the server's keys the request carried, None where none is asked for. `stream`: a delta for every
+    step of a choice, else one at its end. `origins`: say where each token came from. `names`: what the API calls the
+    engine's parameters, for messages. `trace`: tell what was read for the only token. `grammar`: held so that the
+    engine's thread need not make it.
     """
 
     request_id: str
@@ -40,6 +48,7 @@ class Job(msgspec.Struct, kw_only=True):
     names: dict[str, str] = {}
     trace: bool = False
     grammar: object = None
+    timing: Timing = msgspec.field(default_factory=Timing)
 
     @property
     def num_choices(self) -> int:
@@ -84,22 +93,14 @@ class PromptFacts(msgspec.Struct, kw_only=True):
     logprobs: list[TokenLogprobs | None] | None = None
 
 
-class Timing(msgspec.Struct, kw_only=True):
-    """Clock readings of one job, time.perf_counter()."""
-
-    arrival: float
-    started: float | None = None
-    first_token: float | None = None
-    end: float | None = None
-
-
 class Generation:
     """The deltas of one job. Whoever iterates must `close` it, which aborts what has not ended."""
 
     def __init__(self, job: Job, on_close: Callable[[Generation], None]) -> None:
         self.job = job
         self.loop = asyncio.get_running_loop()
-        self.timing = Timing(arrival=time.perf_counter())
+        self.timing = job.timing
+        self.timing.arrival = time.perf_counter()
         self.closed = False
         self._on_close = on_close
         self._unfinished = job.num_choices

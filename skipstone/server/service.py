@@ -100,12 +100,8 @@ class Service:
     def check_model(self, name: str | None) -> None:
         """Raise ApiError when another model than the served one is named."""
         if name is not None and name not in self.names:
-            raise ApiError(
-                404,
-                f"model={name!r:.200} is not served here, only {self.name!r}",
-                param="model",
-                code="model_not_found",
-            )
+            message = f"model={name!r:.200} is not served here, only {self.name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
 
     def token_text(self, token_id: int) -> str:
         """Text of a token in the middle of a text; none without a tokenizer."""

@@ -13,12 +13,11 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from skipstone.server.api.errors import ApiError, ClientLeft, engine_failed, unavailable
-from skipstone.server.api.routes import ENDPOINTS, Endpoint, unknown_address
+from skipstone.server.api.routes import ENDPOINTS
 from skipstone.server.api.schema import openapi
 from skipstone.server.page_files import page_routes
 from skipstone.server.service import Service, program_version
@@ -32,7 +31,7 @@ _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 def make_app(service: Service) -> ASGIApp:
     """The application of a service whose engine runs."""
-    app: ASGIApp = Gate(service)
+    app: ASGIApp = CheckedApp(service)
     origins = service.config.cors_origins
     if origins:
         app = CORSMiddleware(
@@ -41,8 +40,8 @@ def make_app(service: Service) -> ASGIApp:
     return app
 
 
-class Gate:
-    """What every request passes."""
+class CheckedApp:
+    """The routes, behind the checks that every request passes."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
@@ -50,7 +49,11 @@ class Gate:
         self._keys = [key.encode() for key in service.config.api_keys]
         self._hosts = {host.lower() for host in service.config.hosts}
         routes = [
-            Route(endpoint.path.replace("{model}", "{model:path}"), self._endpoint(endpoint), methods=[endpoint.method])
+            Route(
+                endpoint.path.replace("{model}", "{model:path}"),
+                functools.partial(endpoint.answer, service),
+                methods=[endpoint.method],
+            )
             for endpoint in ENDPOINTS
         ]
         self._open_paths = OPEN_PATHS
@@ -59,12 +62,6 @@ class Gate:
             routes += page
             self._open_paths = OPEN_PATHS | {route.path for route in page}
         self._router = Router(routes, redirect_slashes=False)
-
-    def _endpoint(self, endpoint: Endpoint) -> Any:
-        async def handle(request: Request) -> ASGIApp:
-            return await endpoint.handle(self.service, request)
-
-        return handle
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -102,11 +99,9 @@ class Gate:
         name = host.rpartition(":")[0] if re.search(r":\d*$", host) else host
         if not name or "*" in self._hosts or name.lower() in self._hosts or scope["path"] in OPEN_PATHS:
             return
-        raise ApiError(
-            403,
-            f"{name[:200]!r} is not a name of this server; start it with --allowed-host {name[:200]} if it should be",
-            code="host_not_allowed",
-        )
+        name = name[:200]
+        message = f"{name!r} is not a name of this server; start it with --allowed-host {name} if it should be"
+        raise ApiError(403, message, code="host_not_allowed")
 
     def _check_key(self, scope: Scope, headers: Headers) -> int | None:
         """Which of the keys was sent; None where none is needed."""
@@ -116,13 +111,8 @@ class Gate:
         # All keys are compared, so that the time taken does not tell which one was near.
         matches = [hmac.compare_digest(key.strip().encode("latin-1", "replace"), known) for known in self._keys]
         if scheme.lower() != "bearer" or not any(matches):
-            raise ApiError(
-                401,
-                "the API key is missing or wrong; send it as Authorization: Bearer KEY",
-                type="authentication_error",
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
+            message = "the API key is missing or wrong; send it as Authorization: Bearer KEY"
+            raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         return matches.index(True)
 
     async def _send(self, send: Send, log: dict[str, Any], message: Message) -> None:
@@ -136,27 +126,17 @@ class Gate:
 
     async def _refuse(self, error: ApiError, send: Send, log: dict[str, Any]) -> None:
         log["error"] = error.body.code
-        if "status" in log:  # the answer has begun; cutting it off is all that is left
-            return
-        body = error.encode()
-        headers = {"content-type": "application/json", "content-length": str(len(body))} | error.headers
-        raw = [(name.lower().encode(), value.encode("latin-1", "replace")) for name, value in headers.items()]
-        await send({"type": "http.response.start", "status": error.status, "headers": raw})
-        await send({"type": "http.response.body", "body": body})
+        if "status" not in log:  # else the answer has begun; cutting it off is all that is left
+            await error.send(send)
 
 
 def _as_api_error(error: ApiError | HTTPException, scope: Scope) -> ApiError:
     """The router's own errors in the API's shape."""
     if isinstance(error, ApiError):
         return error
-    method, path = scope["method"], scope["path"]
+    method, path = scope["method"], scope["path"][:LONGEST_PATH]
     if error.status_code == 404:
-        return unknown_address(method, path)
-    headers = dict(error.headers or {})
-    allowed = headers.get("Allow", headers.get("allow", ""))
-    return ApiError(
-        error.status_code,
-        f"{path[:200]} does not take {method}, only {allowed}",
-        code="method_not_allowed",
-        headers=headers,
-    )
+        return ApiError(404, f"there is no {method} {path}; /openapi.json lists what there is", code="not_found")
+    headers = {name.lower(): value for name, value in (error.headers or {}).items()}
+    message = f"{path} does not take {method}, only {headers.get('allow', '')}"
+    return ApiError(error.status_code, message, code="method_not_allowed", headers=headers)

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+from starlette.types import Scope
+
 from skipstone.core.request import SamplingParams
 from skipstone.errors import SkipstoneError
 from skipstone.server.api.errors import ApiError, bad_request, from_engine
-from skipstone.server.api.requests import ChatRequest, CompletionRequest, Content, Sampling, TemplateRequest
+from skipstone.server.api.requests import (
+    ChatRequest,
+    CompletionRequest,
+    Content,
+    Sampling,
+    TemplateRequest,
+    TraceRequest,
+)
 from skipstone.server.api.structured import Constraint, constraint
 from skipstone.server.api.tools import ToolUse
 from skipstone.server.generation import Job
@@ -17,17 +26,17 @@ COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; the engine ends 
 API_NAMES = {name: name for name in SamplingParams.__struct_fields__} | {"num_speculative_tokens": "speculation.k"}
 
 
-def completion_job(service: Service, body: CompletionRequest, request_id: str) -> Job:
+def completion_job(service: Service, body: CompletionRequest, scope: Scope) -> Job:
     """The job of a /v1/completions body. Raises ApiError."""
     prompts = _read_prompts(service, body)
     wanted: dict[str, Any] = {"logprobs": body.logprobs}
     if body.echo and body.logprobs is not None:
         wanted["prompt_logprobs"] = body.logprobs
     asked = constraint(body)
-    return _job(service, body, request_id, prompts, body.max_tokens, COMPLETION_TOKENS, wanted, asked)
+    return _job(service, body, scope, prompts, body.max_tokens, COMPLETION_TOKENS, wanted, asked)
 
 
-def chat_job(service: Service, body: ChatRequest, tools: ToolUse | None, request_id: str) -> Job:
+def chat_job(service: Service, body: ChatRequest, tools: ToolUse | None, scope: Scope) -> Job:
     """The job of a /v1/chat/completions body. Raises ApiError."""
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs=true", "top_logprobs")
@@ -54,7 +63,19 @@ def chat_job(service: Service, body: ChatRequest, tools: ToolUse | None, request
                     "skip_special_tokens",
                 )
             wanted["skip_special_tokens"] = False
-    return _job(service, body, request_id, [prompt], limits.pop() if limits else None, None, wanted, asked)
+    return _job(service, body, scope, [prompt], limits.pop() if limits else None, None, wanted, asked)
+
+
+def trace_job(service: Service, body: TraceRequest, scope: Scope) -> Job:
+    """One more token behind the given ones. Exact numerics make its row the one that wrote the text."""
+    check_token_ids(service, body.tokens, "tokens has the id")
+    limit = service.max_model_len
+    if len(body.tokens) >= limit:
+        message = f"{len(body.tokens)} tokens leave no room for another, as the context holds {limit}; send fewer"
+        raise bad_request(message, "tokens", "context_length_exceeded")
+    top = 5 if body.top_logprobs is None else body.top_logprobs
+    params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=top, num_speculative_tokens=0)
+    return Job(request_id=scope["request_id"], owner=scope["owner"], prompts=[body.tokens], params=params, trace=True)
 
 
 def _check_constraint(service: Service, body: ChatRequest, prompt: list[int], path: str) -> None:
@@ -98,14 +119,13 @@ def text_error(text: str, param: str) -> ApiError:
 def _job(
     service: Service,
     body: Sampling,
-    request_id: str,
+    scope: Scope,
     prompts: list[list[int]],
     max_tokens: int | None,
     default_max_tokens: int | None,
     wanted: dict[str, Any],
     asked: Constraint | None,
 ) -> Job:
-    service.check_model(body.model)
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options needs stream=true", "stream_options")
     _check_lengths(service, prompts, max_tokens, "messages" if isinstance(body, ChatRequest) else "prompt")
@@ -113,7 +133,8 @@ def _job(
     names = API_NAMES | (asked.names if asked else {})
     params = _params(service, body, wanted, asked, names)
     return Job(
-        request_id=request_id,
+        request_id=scope["request_id"],
+        owner=scope["owner"],
         prompts=prompts,
         params=params,
         prediction=_prediction(service, body),
@@ -122,14 +143,6 @@ def _job(
         origins=bool(body.return_token_origins),
         names=names,
     )
-
-
-async def make_grammar(service: Service, job: Job) -> None:
-    """Have the job hold its grammar. Raises ApiError when that cannot be used; it may take seconds to know."""
-    try:
-        job.grammar = await service.make_grammar(job.params)
-    except SkipstoneError as error:
-        raise from_engine(error, job.names) from None
 
 
 def _params(
@@ -223,13 +236,18 @@ def _read_prompts(service: Service, body: CompletionRequest) -> list[list[int]]:
         prompts = [item if isinstance(item, list) else service.tokenizer.encode(item) for item in items]
     except SkipstoneError as error:
         raise text_error(str(error), "prompt") from None
-    highest = service.llm.engine.vocab_size - 1
     for token_ids in prompts:
         if not token_ids:
             raise bad_request("the prompt is empty; it needs at least one token", "prompt")
-        if max(token_ids) > highest:
-            raise bad_request(f"prompt has the token id {max(token_ids)}, but ids go from 0 to {highest}", "prompt")
+        check_token_ids(service, token_ids, "prompt has the token id")
     return prompts
+
+
+def check_token_ids(service: Service, token_ids: list[int], what: str) -> None:
+    """Raise ApiError for an id beyond the vocabulary; `what` begins its message, first the field's name."""
+    highest = service.llm.engine.vocab_size - 1
+    if max(token_ids, default=0) > highest:
+        raise bad_request(f"{what} {max(token_ids)}, but ids go from 0 to {highest}", what.split()[0])
 
 
 def _all(items: list[Any], kind: type) -> bool:
@@ -245,4 +263,4 @@ def _check_lengths(service: Service, prompts: list[list[int]], max_tokens: int |
     room = limit - longest
     advice = f"max_tokens may be at most {room}" if room > 0 else "shorten it"
     message = f"the prompt has {longest} tokens{asked}, but the context holds {limit}; {advice}"
-    raise ApiError(400, message, param=param, code="context_length_exceeded")
+    raise bad_request(message, param, "context_length_exceeded")

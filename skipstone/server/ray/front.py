@@ -18,7 +18,7 @@ from ray.exceptions import RayError
 from starlette.types import Receive, Scope, Send
 
 from skipstone.server.api.decode import MOST_VALUES, num_values
-from skipstone.server.api.errors import SLOWEST, ApiError, too_slow, unavailable
+from skipstone.server.api.errors import SLOWEST, too_slow, unavailable
 
 LOG = logging.getLogger("skipstone.front")
 ATTEMPTS = 4
@@ -79,7 +79,7 @@ class Front:
             try:
                 body = await self._body(receive)
             except TimeoutError:
-                await _refuse(send, too_slow())
+                await too_slow().send(send)
                 return
             if body is not None:
                 work = _work(scope, body) if len(body) < LARGE else await asyncio.to_thread(_work, scope, body)
@@ -129,7 +129,7 @@ class Front:
             finally:
                 watch.cancel()
             await asyncio.sleep(PAUSE_S * attempt)
-        await _refuse(send, unavailable("no replica answers; try again later", "replica_lost"))
+        await unavailable("no replica answers; try again later", "replica_lost").send(send)
 
     async def _prepared(self, work: Work, message: Any) -> Any:
         """A replica's message as it goes out: one request id, and the metrics of all replicas."""
@@ -167,13 +167,6 @@ async def _cancel_when_left(receive: Receive, stream: Any) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     stream.cancel()
-
-
-async def _refuse(send: Send, error: ApiError) -> None:
-    headers = {"content-type": "application/json"} | error.headers
-    raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": error.status, "headers": raw})
-    await send({"type": "http.response.body", "body": error.encode()})
 
 
 def merge_pages(pages: Iterable[bytes]) -> bytes:
