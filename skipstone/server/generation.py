@@ -1,4 +1,4 @@
-"""What one HTTP request has asked of the engine, as its handler sees it: an iterator of new text.
+"""What one HTTP request has asked of the engine, as its handler sees it: new text whenever there is some.
 
 Lives on the event loop. The engine's thread only makes the deltas, and hands them over through the loop.
 """
@@ -65,8 +65,8 @@ class Delta(msgspec.Struct, kw_only=True):
     """
 
     index: int
-    text: str
-    token_ids: list[int]
+    text: str = ""
+    token_ids: list[int] = []
     logprobs: list[TokenLogprobs] | None = None
     origins: list[Origin] = []
     drafted: list[int] = []
@@ -125,12 +125,11 @@ class Generation:
         """Whether every choice has come to its end."""
         return self._unfinished == 0
 
-    def __aiter__(self) -> AsyncIterator[list[Delta]]:
-        """All that has come since the last turn, a list at a time. Raises what `fail` was given."""
-        return self.ready(None)
-
     async def ready(self, patience: float | None) -> AsyncIterator[list[Delta]]:
-        """The same; an empty list whenever nothing has come for so many seconds."""
+        """All that has come since the last turn, a list at a time; an empty one after so many seconds without news.
+
+        Raises what `fail` was given.
+        """
         while self._deltas or not self.finished:
             if not self._deltas:
                 if self._error is not None:

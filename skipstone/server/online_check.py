@@ -33,17 +33,10 @@ class Copy(msgspec.Struct):
 class OnlineCheck:
     """One copy at a time: a step that is due meanwhile waits for the first verify step after it has ended."""
 
-    def __init__(self, llm: LLM, every: int) -> None:
-        """Raises ConfigError where the text without drafts is not known to be the same."""
-        speculation, config = llm.engine.speculation, llm.config
-        if speculation.proposer is None:
-            raise ConfigError(f"online={every} has no verify steps to check, as spec={config.spec!r} makes no drafts")
-        if not config.exact:
-            raise ConfigError(f"online={every} and exact=false cannot be combined: bits depend on the batch then")
-        if speculation.verifier.rule != "exact" or speculation.simulated:
-            raise ConfigError(
-                f"online={every} needs verification=exact and no simulated acceptance: the text depends on drafts then"
-            )
+    def __init__(self, llm: LLM, every: int | None) -> None:
+        """`every` None: no step is checked. Raises ConfigError where the text without drafts may be another one."""
+        if every is not None:
+            _check_exact(llm, every)
         self.checks = 0
         self.mismatches = 0
         self._llm = llm
@@ -54,6 +47,8 @@ class OnlineCheck:
 
     def on_tokens(self, request: Request, num_tokens: int, request_id: str) -> None:
         """A request has got tokens in a step."""
+        if self._every is None:
+            return
         steps = request.speculation.steps
         verified = steps > self._steps.get(request.request_id, 0)
         if request.finished:
@@ -101,4 +96,16 @@ class OnlineCheck:
         LOG.error(
             "a verify step gave other tokens than a computation without drafts",
             extra={"request_id": copy.request_id, "position": first, "tokens": len(copy.expected)},
+        )
+
+
+def _check_exact(llm: LLM, every: int) -> None:
+    speculation, config = llm.engine.speculation, llm.config
+    if speculation.proposer is None:
+        raise ConfigError(f"online={every} has no verify steps to check, as spec={config.spec!r} makes no drafts")
+    if not config.exact:
+        raise ConfigError(f"online={every} and exact=false cannot be combined: bits depend on the batch then")
+    if speculation.verifier.rule != "exact" or speculation.simulated:
+        raise ConfigError(
+            f"online={every} needs verification=exact and no simulated acceptance: the text depends on drafts then"
         )

@@ -45,9 +45,10 @@ def program_version() -> str:
 class Service:
     """One model behind one server."""
 
-    def __init__(self, llm: LLM, config: ServerConfig, observer: StepObserver | None = None, engine: str = "0") -> None:
+    def __init__(self, llm: LLM, config: ServerConfig, observer: StepObserver, engine: str = "0") -> None:
         """`engine`: which of several replicas this is, for the metrics."""
         self.llm = llm
+        self._observer = observer
         self.config = config
         self.name = config.served_model_name or llm.folder.name
         self.names = {self.name, llm.config.model} if config.served_model_name is None else {self.name}
@@ -56,10 +57,9 @@ class Service:
         digest = hashlib.sha256(msgspec.json.encode(llm.config)).hexdigest()
         self.fingerprint = f"skipstone-{program_version()}-{digest[:8]}"
         self.draining = False
-        observer = observer or StepObserver()
-        online = OnlineCheck(llm, config.online) if config.online is not None else None
+        online = OnlineCheck(llm, config.online)
         self.metrics = ServerMetrics(llm, self.name, config.metrics_prefix, observer, online, engine)
-        self.engine = EngineThread(llm, config.max_queue, self.metrics, self._engine_died, observer, online)
+        self.engine = EngineThread(llm, config.max_queue, self.metrics, observer, online, self._engine_died)
         self._grammar_maker = ThreadPoolExecutor(1, "grammar")  # a costly one holds up its like alone
         self.body_bytes = 0
         """Bytes of the bodies of all requests under way; see `hold`."""
@@ -161,8 +161,8 @@ class Service:
             drafted_per_position=list(speculation.drafted_per_position),
             accepted_per_position=list(speculation.accepted_per_position),
             acceptance_length=speculation.acceptance_length,
-            recent_acceptance_length=metrics.recent_acceptance_length,
-            **{f"{phase}_seconds": round(seconds, 6) for phase, seconds in metrics.phase_seconds.items()},
+            recent_acceptance_length=metrics.acceptance.recent_length,
+            **{f"{phase}_seconds": round(seconds, 6) for phase, seconds in self._observer.seconds.items()},
             uptime_seconds=round(time.perf_counter() - self._started, 3),
         )
 

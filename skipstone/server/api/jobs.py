@@ -8,15 +8,8 @@ from starlette.types import Scope
 
 from skipstone.core.request import SamplingParams
 from skipstone.errors import SkipstoneError
+from skipstone.server.api import requests
 from skipstone.server.api.errors import ApiError, bad_request, from_engine
-from skipstone.server.api.requests import (
-    ChatRequest,
-    CompletionRequest,
-    Content,
-    Sampling,
-    TemplateRequest,
-    TraceRequest,
-)
 from skipstone.server.api.structured import Constraint, constraint
 from skipstone.server.api.tools import ToolUse
 from skipstone.server.generation import Job
@@ -26,7 +19,7 @@ COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; the engine ends 
 API_NAMES = {name: name for name in SamplingParams.__struct_fields__} | {"num_speculative_tokens": "speculation.k"}
 
 
-def completion_job(service: Service, body: CompletionRequest, scope: Scope) -> Job:
+def completion_job(service: Service, body: requests.CompletionRequest, scope: Scope) -> Job:
     """The job of a /v1/completions body. Raises ApiError."""
     prompts = _read_prompts(service, body)
     wanted: dict[str, Any] = {"logprobs": body.logprobs}
@@ -36,7 +29,7 @@ def completion_job(service: Service, body: CompletionRequest, scope: Scope) -> J
     return _job(service, body, scope, prompts, body.max_tokens, COMPLETION_TOKENS, wanted, asked)
 
 
-def chat_job(service: Service, body: ChatRequest, tools: ToolUse | None, scope: Scope) -> Job:
+def chat_job(service: Service, body: requests.ChatRequest, tools: ToolUse | None, scope: Scope) -> Job:
     """The job of a /v1/chat/completions body. Raises ApiError."""
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs=true", "top_logprobs")
@@ -66,7 +59,7 @@ def chat_job(service: Service, body: ChatRequest, tools: ToolUse | None, scope: 
     return _job(service, body, scope, [prompt], limits.pop() if limits else None, None, wanted, asked)
 
 
-def trace_job(service: Service, body: TraceRequest, scope: Scope) -> Job:
+def trace_job(service: Service, body: requests.TraceRequest, scope: Scope) -> Job:
     """One more token behind the given ones. Exact numerics make its row the one that wrote the text."""
     check_token_ids(service, body.tokens, "tokens has the id")
     limit = service.max_model_len
@@ -78,7 +71,7 @@ def trace_job(service: Service, body: TraceRequest, scope: Scope) -> Job:
     return Job(request_id=scope["request_id"], owner=scope["owner"], prompts=[body.tokens], params=params, trace=True)
 
 
-def _check_constraint(service: Service, body: ChatRequest, prompt: list[int], path: str) -> None:
+def _check_constraint(service: Service, body: requests.ChatRequest, prompt: list[int], path: str) -> None:
     """Raise ApiError when what comes next is thought, and so no answer."""
     begun = _text(body.messages[-1].content or "") if body.continue_final_message else ""
     if begun.rfind("<think>") > begun.rfind("</think>"):
@@ -89,7 +82,7 @@ def _check_constraint(service: Service, body: ChatRequest, prompt: list[int], pa
         raise bad_request(str(error), path) from None
 
 
-def template_options(body: ChatRequest | TemplateRequest, tools: ToolUse | None) -> tuple[Any, ...]:
+def template_options(body: requests.ChatRequest | requests.TemplateRequest, tools: ToolUse | None) -> tuple[Any, ...]:
     """What Tokenizer.render_chat takes beside the messages. Raises ApiError."""
     if body.continue_final_message and body.add_generation_prompt:
         message = "continue_final_message and add_generation_prompt contradict each other; keep one of them"
@@ -118,7 +111,7 @@ def text_error(text: str, param: str) -> ApiError:
 
 def _job(
     service: Service,
-    body: Sampling,
+    body: requests.Sampling,
     scope: Scope,
     prompts: list[list[int]],
     max_tokens: int | None,
@@ -128,7 +121,7 @@ def _job(
 ) -> Job:
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options needs stream=true", "stream_options")
-    _check_lengths(service, prompts, max_tokens, "messages" if isinstance(body, ChatRequest) else "prompt")
+    _check_lengths(service, prompts, max_tokens, "messages" if isinstance(body, requests.ChatRequest) else "prompt")
     wanted = wanted | {"max_tokens": default_max_tokens if max_tokens is None else max_tokens}
     names = API_NAMES | (asked.names if asked else {})
     params = _params(service, body, wanted, asked, names)
@@ -147,7 +140,7 @@ def _job(
 
 def _params(
     service: Service,
-    body: Sampling,
+    body: requests.Sampling,
     wanted: dict[str, Any],
     asked: Constraint | None,
     names: dict[str, str],
@@ -180,7 +173,7 @@ def _token_id(text: str) -> int:
     return int(text[:20])
 
 
-def _drafts(service: Service, body: Sampling) -> int | None:
+def _drafts(service: Service, body: requests.Sampling) -> int | None:
     """Drafts per step that the request asks for; None: the server's usual."""
     asked = body.speculation
     if asked is None:
@@ -201,7 +194,7 @@ def _drafts(service: Service, body: Sampling) -> int | None:
     return asked.k
 
 
-def _prediction(service: Service, body: Sampling) -> list[int]:
+def _prediction(service: Service, body: requests.Sampling) -> list[int]:
     """Token ids of the predicted answer."""
     if body.prediction is None:
         return []
@@ -218,11 +211,11 @@ def _prediction(service: Service, body: Sampling) -> list[int]:
         raise text_error(str(error), "prediction.content") from None
 
 
-def _text(content: Content) -> str:
+def _text(content: requests.Content) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-def _read_prompts(service: Service, body: CompletionRequest) -> list[list[int]]:
+def _read_prompts(service: Service, body: requests.CompletionRequest) -> list[list[int]]:
     """Token ids of every prompt: text, ids, or a list of either."""
     prompt = body.prompt
     items: list[Any] = [prompt] if isinstance(prompt, str) or _all(prompt, int) else list(prompt)

@@ -15,47 +15,10 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from skipstone.errors import SkipstoneError
+from skipstone.server.api import jobs, requests, responses
 from skipstone.server.api.answer import Answer, PeriodicEvents
 from skipstone.server.api.decode import decode, read_body
 from skipstone.server.api.errors import ApiError, bad_request
-from skipstone.server.api.jobs import (
-    chat_job,
-    check_token_ids,
-    completion_job,
-    template_error,
-    template_options,
-    text_error,
-    trace_job,
-)
-from skipstone.server.api.requests import (
-    AbortRequest,
-    Body,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    Sampling,
-    TemplateRequest,
-    TokenizeRequest,
-    TraceRequest,
-)
-from skipstone.server.api.responses import (
-    AbortResponse,
-    ChatChunk,
-    ChatResponse,
-    CompletionResponse,
-    DetokenizeResponse,
-    Health,
-    ModelCard,
-    ModelList,
-    RequestCard,
-    RequestList,
-    ServerStats,
-    SpeculationCard,
-    TemplateResponse,
-    TokenizeResponse,
-    TraceResponse,
-    Version,
-)
 from skipstone.server.api.tools import tool_use
 from skipstone.server.api.writers import ChatWriter, CompletionWriter, TraceWriter
 from skipstone.server.service import Service, plain_messages, program_version
@@ -75,7 +38,7 @@ class Endpoint(NamedTuple):
     method: str
     path: str
     handle: Callable[..., Any]
-    body: type[Body] | None = None
+    body: type[requests.Body] | None = None
     response: type[msgspec.Struct] | None = None
     events: type[msgspec.Struct] | None = None
     media: str = JSON
@@ -119,45 +82,45 @@ def _json(struct: msgspec.Struct, status: int = 200) -> Response:
     return Response(msgspec.json.encode(struct), status, media_type=JSON)
 
 
-def complete(service: Service, request: Request, body: CompletionRequest) -> Answer:
+def complete(service: Service, request: Request, body: requests.CompletionRequest) -> Answer:
     """Go on with prompts."""
     _log_request(service, request, body, body.prompt)
-    return Answer(service, CompletionWriter(service, body, completion_job(service, body, request.scope)))
+    return Answer(service, CompletionWriter(service, body, jobs.completion_job(service, body, request.scope)))
 
 
-def chat(service: Service, request: Request, body: ChatRequest) -> Answer:
+def chat(service: Service, request: Request, body: requests.ChatRequest) -> Answer:
     """Answer a conversation."""
     _log_request(service, request, body, body.messages)
     tools = tool_use(body, service.tokenizer)
-    return Answer(service, ChatWriter(service, body, chat_job(service, body, tools, request.scope), tools))
+    return Answer(service, ChatWriter(service, body, jobs.chat_job(service, body, tools, request.scope), tools))
 
 
-def _log_request(service: Service, request: Request, body: Sampling, prompt: object) -> None:
+def _log_request(service: Service, request: Request, body: requests.Sampling, prompt: object) -> None:
     if body.user is not None:
         request.scope["log"]["user"] = body.user[:100]
     if service.config.log_requests:
         request.scope["log"]["prompt"] = msgspec.to_builtins(prompt)
 
 
-def list_models(service: Service, request: Request) -> ModelList:
+def list_models(service: Service, request: Request) -> responses.ModelList:
     """The served model."""
-    return ModelList(data=[show_model(service, request)])
+    return responses.ModelList(data=[show_model(service, request)])
 
 
-def show_model(service: Service, request: Request) -> ModelCard:
+def show_model(service: Service, request: Request) -> responses.ModelCard:
     """The served model."""
     service.check_model(request.path_params.get("model"))
-    return ModelCard(
+    return responses.ModelCard(
         id=service.name,
         created=service.created,
         root=service.llm.folder.name,
         max_model_len=service.max_model_len,
         defaults=service.llm.default_params,
-        speculative=SpeculationCard(service.proposer, service.llm.engine.speculation.k),
+        speculative=responses.SpeculationCard(service.proposer, service.llm.engine.speculation.k),
     )
 
 
-def tokenize(service: Service, request: Request, body: TokenizeRequest) -> TokenizeResponse:
+def tokenize(service: Service, request: Request, body: requests.TokenizeRequest) -> responses.TokenizeResponse:
     """Text to token ids."""
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("give exactly one of prompt and messages", "prompt")
@@ -172,39 +135,39 @@ def tokenize(service: Service, request: Request, body: TokenizeRequest) -> Token
         else:
             token_ids = service.tokenizer.encode(body.prompt or "", body.add_special_tokens is not False)
     except SkipstoneError as error:
-        raise text_error(str(error), "messages" if body.messages else "prompt") from None
+        raise jobs.text_error(str(error), "messages" if body.messages else "prompt") from None
     names = [service.token_text(token) for token in token_ids] if body.return_token_strs else None
-    return TokenizeResponse(
+    return responses.TokenizeResponse(
         count=len(token_ids), max_model_len=service.max_model_len, tokens=token_ids, token_strs=names
     )
 
 
-def detokenize(service: Service, request: Request, body: DetokenizeRequest) -> DetokenizeResponse:
+def detokenize(service: Service, request: Request, body: requests.DetokenizeRequest) -> responses.DetokenizeResponse:
     """Token ids to text."""
-    check_token_ids(service, body.tokens, "tokens has the id")
-    return DetokenizeResponse(service.tokenizer.decode(body.tokens, skip_special_tokens=False))
+    jobs.check_token_ids(service, body.tokens, "tokens has the id")
+    return responses.DetokenizeResponse(service.tokenizer.decode(body.tokens, skip_special_tokens=False))
 
 
-def apply_template(service: Service, request: Request, body: TemplateRequest) -> TemplateResponse:
+def apply_template(service: Service, request: Request, body: requests.TemplateRequest) -> responses.TemplateResponse:
     """A conversation as the prompt it becomes."""
     tools = tool_use(body, service.tokenizer)
     try:
-        prompt = service.tokenizer.render_chat(plain_messages(body.messages), *template_options(body, tools))
+        prompt = service.tokenizer.render_chat(plain_messages(body.messages), *jobs.template_options(body, tools))
     except SkipstoneError as error:
-        raise template_error(error, service) from None
-    return TemplateResponse(prompt)
+        raise jobs.template_error(error, service) from None
+    return responses.TemplateResponse(prompt)
 
 
-def trace(service: Service, request: Request, body: TraceRequest) -> Answer:
+def trace(service: Service, request: Request, body: requests.TraceRequest) -> Answer:
     """What the sparse layers read for one token."""
-    return Answer(service, TraceWriter(service, trace_job(service, body, request.scope)))
+    return Answer(service, TraceWriter(service, jobs.trace_job(service, body, request.scope)))
 
 
-def slots(service: Service, request: Request) -> RequestList:
+def slots(service: Service, request: Request) -> responses.RequestList:
     """The requests under way with the same key."""
     now = time.perf_counter()
     cards = [
-        RequestCard(
+        responses.RequestCard(
             request_id=generation.job.request_id,
             state="waiting" if generation.timing.started is None else "running",
             seconds=round(now - generation.timing.arrival, 3),
@@ -214,16 +177,16 @@ def slots(service: Service, request: Request) -> RequestList:
         )
         for generation in service.engine.open(request.scope["owner"])
     ]
-    return RequestList(cards)
+    return responses.RequestList(cards)
 
 
-async def abort(service: Service, request: Request, body: AbortRequest) -> AbortResponse:
+async def abort(service: Service, request: Request, body: requests.AbortRequest) -> responses.AbortResponse:
     """End a request of the same key by its X-Request-Id."""
     error = ApiError(499, "the request was ended by /abort", code="aborted")
-    return AbortResponse(service.engine.abort(body.request_id, request.scope["owner"], error))
+    return responses.AbortResponse(service.engine.abort(body.request_id, request.scope["owner"], error))
 
 
-def stats(service: Service, request: Request) -> ServerStats | PeriodicEvents:
+def stats(service: Service, request: Request) -> responses.ServerStats | PeriodicEvents:
     """The server's state; a feed for those who accept text/event-stream."""
     if "text/event-stream" in request.headers.get("accept", ""):
         return PeriodicEvents(service, service.stats, EVENTS_S)
@@ -242,13 +205,13 @@ def ready(service: Service, request: Request) -> Response:
 
 def _state(service: Service, fails: bool) -> Response:
     dead = service.engine.dead
-    state = Health(status="dead" if dead else "draining" if service.draining else "ready", detail=dead)
+    state = responses.Health(status="dead" if dead else "draining" if service.draining else "ready", detail=dead)
     return _json(state, 503 if fails else 200)
 
 
-def show_version(service: Service, request: Request) -> Version:
+def show_version(service: Service, request: Request) -> responses.Version:
     """The program's version."""
-    return Version(program_version())
+    return responses.Version(program_version())
 
 
 def metrics(service: Service, request: Request) -> Response:
@@ -263,22 +226,36 @@ def show_openapi(service: Service, request: Request) -> Response:
 
 
 ENDPOINTS = (
-    Endpoint("POST", "/v1/chat/completions", chat, ChatRequest, ChatResponse, ChatChunk, is_work=True),
     Endpoint(
-        "POST", "/v1/completions", complete, CompletionRequest, CompletionResponse, CompletionResponse, is_work=True
+        "POST",
+        "/v1/chat/completions",
+        chat,
+        requests.ChatRequest,
+        responses.ChatResponse,
+        responses.ChatChunk,
+        is_work=True,
     ),
-    Endpoint("GET", "/v1/models", list_models, response=ModelList),
-    Endpoint("GET", "/v1/models/{model}", show_model, response=ModelCard),
-    Endpoint("POST", "/tokenize", tokenize, TokenizeRequest, TokenizeResponse),
-    Endpoint("POST", "/detokenize", detokenize, DetokenizeRequest, DetokenizeResponse),
-    Endpoint("POST", "/apply-template", apply_template, TemplateRequest, TemplateResponse),
-    Endpoint("POST", "/trace", trace, TraceRequest, TraceResponse, is_work=True),
-    Endpoint("GET", "/slots", slots, response=RequestList),
-    Endpoint("POST", "/abort", abort, AbortRequest, AbortResponse),
-    Endpoint("GET", "/v1/stats", stats, response=ServerStats, events=ServerStats),
-    Endpoint("GET", "/health", health, response=Health, is_open=True),
-    Endpoint("GET", "/ready", ready, response=Health, is_open=True),
-    Endpoint("GET", "/version", show_version, response=Version),
+    Endpoint(
+        "POST",
+        "/v1/completions",
+        complete,
+        requests.CompletionRequest,
+        responses.CompletionResponse,
+        responses.CompletionResponse,
+        is_work=True,
+    ),
+    Endpoint("GET", "/v1/models", list_models, response=responses.ModelList),
+    Endpoint("GET", "/v1/models/{model}", show_model, response=responses.ModelCard),
+    Endpoint("POST", "/tokenize", tokenize, requests.TokenizeRequest, responses.TokenizeResponse),
+    Endpoint("POST", "/detokenize", detokenize, requests.DetokenizeRequest, responses.DetokenizeResponse),
+    Endpoint("POST", "/apply-template", apply_template, requests.TemplateRequest, responses.TemplateResponse),
+    Endpoint("POST", "/trace", trace, requests.TraceRequest, responses.TraceResponse, is_work=True),
+    Endpoint("GET", "/slots", slots, response=responses.RequestList),
+    Endpoint("POST", "/abort", abort, requests.AbortRequest, responses.AbortResponse),
+    Endpoint("GET", "/v1/stats", stats, response=responses.ServerStats, events=responses.ServerStats),
+    Endpoint("GET", "/health", health, response=responses.Health, is_open=True),
+    Endpoint("GET", "/ready", ready, response=responses.Health, is_open=True),
+    Endpoint("GET", "/version", show_version, response=responses.Version),
     Endpoint("GET", "/metrics", metrics, media="text/plain"),
     Endpoint("GET", "/openapi.json", show_openapi),
 )

@@ -12,31 +12,8 @@ from msgspec import UNSET
 
 from skipstone.core.request import TokenLogprobs
 from skipstone.core.speculation import SpeculationStats
+from skipstone.server.api import responses
 from skipstone.server.api.requests import ChatRequest, CompletionRequest, Sampling
-from skipstone.server.api.responses import (
-    AnswerMessage,
-    ChatChoice,
-    ChatChunk,
-    ChatChunkChoice,
-    ChatLogprobs,
-    ChatResponse,
-    Choice,
-    CompletionChoice,
-    CompletionLogprobs,
-    CompletionResponse,
-    CompletionTokensDetails,
-    DeltaMessage,
-    FunctionCall,
-    Metrics,
-    PromptTokensDetails,
-    SpeculativeDecoding,
-    TokenLogprob,
-    ToolCall,
-    ToolCallDelta,
-    TopLogprob,
-    TraceResponse,
-    Usage,
-)
 from skipstone.server.api.tools import ToolUse
 from skipstone.server.generation import Delta, Job
 from skipstone.server.service import Service
@@ -84,10 +61,10 @@ class Writer:
         if delta.finish_reason is not None:
             self.finish_reasons.append(delta.finish_reason)
 
-    def likely(self, entry: TokenLogprobs, hide: bool = True) -> list[TopLogprob]:
+    def likely(self, entry: TokenLogprobs, hide: bool = True) -> list[responses.TopLogprob]:
         """The likeliest tokens at a position."""
         pairs = zip(entry.top_ids, entry.top_logprobs, strict=True)
-        return [TopLogprob(**self.token_fields(*pair, hide)) for pair in pairs]
+        return [responses.TopLogprob(**self.token_fields(*pair, hide)) for pair in pairs]
 
     def token_fields(self, token_id: int, logprob: float, hide: bool) -> dict[str, Any]:
         """A token with its log-probability, as fields of TopLogprob; `hide`: special tokens are not in the text."""
@@ -103,8 +80,8 @@ class Writer:
 class TextWriter(Writer):
     """Completions and chats. `response` and `chunk`: their bodies, and the events of their streams."""
 
-    response: type[CompletionResponse | ChatResponse]
-    chunk: type[CompletionResponse | ChatChunk]
+    response: type[responses.CompletionResponse | responses.ChatResponse]
+    chunk: type[responses.CompletionResponse | responses.ChatChunk]
     id_prefix: str
 
     def __init__(self, service: Service, body: Sampling, job: Job) -> None:
@@ -138,7 +115,7 @@ class TextWriter(Writer):
             return None
         return self.chunk(**self._head, choices=[], usage=self._usage(), metrics=self._metrics())
 
-    def _choice(self, delta: Delta) -> Choice:
+    def _choice(self, delta: Delta) -> responses.Choice:
         raise NotImplementedError
 
     def _fields(self, delta: Delta) -> dict[str, Any]:
@@ -163,23 +140,25 @@ class TextWriter(Writer):
         self._begun.add(delta.index)
         return first
 
-    def _usage(self) -> Usage:
-        usage = Usage(
+    def _usage(self) -> responses.Usage:
+        usage = responses.Usage(
             prompt_tokens=self.prompt_tokens,
             completion_tokens=self.completion_tokens,
             total_tokens=self.prompt_tokens + self.completion_tokens,
-            prompt_tokens_details=PromptTokensDetails(self._cached_tokens),
+            prompt_tokens_details=responses.PromptTokensDetails(self._cached_tokens),
         )
         if self._request.prediction is not None:  # the drafts come from it
             stats = self._speculation or SpeculationStats()
-            usage.completion_tokens_details = CompletionTokensDetails(stats.accepted, stats.drafted - stats.accepted)
+            usage.completion_tokens_details = responses.CompletionTokensDetails(
+                stats.accepted, stats.drafted - stats.accepted
+            )
         return usage
 
-    def _metrics(self) -> Metrics:
+    def _metrics(self) -> responses.Metrics:
         timing, further = self.job.timing, self.completion_tokens - 1
         first, end = timing.first_token, timing.end or time.perf_counter()
         has_rate = further > 0 and self.job.num_choices == 1
-        return Metrics(
+        return responses.Metrics(
             queue_time_ms=_ms_between(timing.arrival, timing.started),
             time_to_first_token_ms=_ms_between(timing.arrival, first),
             generation_time_ms=_ms_between(first, end),
@@ -188,11 +167,11 @@ class TextWriter(Writer):
             speculative_decoding=self._speculative_decoding(self._speculation) if self._speculation else None,
         )
 
-    def _speculative_decoding(self, stats: SpeculationStats) -> SpeculativeDecoding:
+    def _speculative_decoding(self, stats: SpeculationStats) -> responses.SpeculativeDecoding:
         reached = [stats.steps, *stats.accepted_per_position, 0]  # steps with at least j accepted
         asked = self.job.params.num_speculative_tokens
         one = self.job.origins and self.job.num_choices == 1
-        return SpeculativeDecoding(
+        return responses.SpeculativeDecoding(
             num_spec_tokens=self._service.llm.engine.speculation.k if asked is None else asked,
             num_spec_steps=stats.steps,
             num_draft_tokens=stats.drafted,
@@ -212,7 +191,7 @@ def _ms_between(start: float | None, end: float | None, parts: int = 1) -> float
 class CompletionWriter(TextWriter):
     """POST /v1/completions: texts, whole or in pieces."""
 
-    response, chunk, id_prefix = CompletionResponse, CompletionResponse, "cmpl"
+    response, chunk, id_prefix = responses.CompletionResponse, responses.CompletionResponse, "cmpl"
 
     def __init__(self, service: Service, body: CompletionRequest, job: Job) -> None:
         super().__init__(service, body, job)
@@ -221,7 +200,7 @@ class CompletionWriter(TextWriter):
         self._detokenizers = [Detokenizer(tokenizer, hide) for _ in range(job.num_choices)] if tokenizer else []
         self._prompt_logprobs: dict[int, list[TokenLogprobs | None]] = {}
 
-    def _choice(self, delta: Delta) -> CompletionChoice:
+    def _choice(self, delta: Delta) -> responses.CompletionChoice:
         place = delta.index // self.job.params.n
         if delta.prompt is not None and delta.prompt.logprobs is not None:
             self._prompt_logprobs[place] = delta.prompt.logprobs
@@ -241,7 +220,7 @@ class CompletionWriter(TextWriter):
             own = self._detokenizers[delta.index] if self._detokenizers else None
             offsets += _begins(own, delta.token_ids) if own else [0] * len(delta.token_ids)
             logprobs = self._logprobs(token_ids, entries, offsets)
-        return CompletionChoice(text=text, logprobs=logprobs, **self._fields(delta))
+        return responses.CompletionChoice(text=text, logprobs=logprobs, **self._fields(delta))
 
     def _prompt_text(self, place: int) -> str:
         prompt = self._body.prompt
@@ -264,10 +243,10 @@ class CompletionWriter(TextWriter):
 
     def _logprobs(
         self, token_ids: list[int], entries: list[TokenLogprobs | None], offsets: list[int]
-    ) -> CompletionLogprobs:
+    ) -> responses.CompletionLogprobs:
         """One entry per token; None for a prompt's first."""
         top = [None if entry is None else self._top(entry) for entry in entries]
-        return CompletionLogprobs(
+        return responses.CompletionLogprobs(
             tokens=[self._name(token) for token in token_ids],
             token_logprobs=[None if entry is None else max(entry.logprob, LOWEST_LOGPROB) for entry in entries],
             top_logprobs=top if self._body.logprobs else None,
@@ -308,7 +287,7 @@ class AnswerParser:
         self._reader = tools.reader() if tools else None
         self._most_calls = None if tools is None or tools.several else 1
 
-    def read(self, delta: Delta) -> tuple[str, list[FunctionCall]]:
+    def read(self, delta: Delta) -> tuple[str, list[responses.FunctionCall]]:
         """What a delta adds: text, and calls; those beyond the one that was allowed are dropped."""
         if self._reader is None:
             return delta.text, []
@@ -316,7 +295,7 @@ class AnswerParser:
         if delta.finish_reason is not None:
             pieces += self._reader.finish()
         content = "".join(piece.text for piece in pieces if isinstance(piece, Text))
-        calls = [FunctionCall(*piece) for piece in pieces if isinstance(piece, Call)]
+        calls = [responses.FunctionCall(*piece) for piece in pieces if isinstance(piece, Call)]
         if self._most_calls is not None:
             calls = calls[: self._most_calls - self.num_calls]
         self.num_calls += len(calls)
@@ -331,13 +310,13 @@ class AnswerParser:
 class ChatWriter(TextWriter):
     """POST /v1/chat/completions: answers, whole or in pieces."""
 
-    response, chunk, id_prefix = ChatResponse, ChatChunk, "chatcmpl"
+    response, chunk, id_prefix = responses.ChatResponse, responses.ChatChunk, "chatcmpl"
 
     def __init__(self, service: Service, body: ChatRequest, job: Job, tools: ToolUse | None) -> None:
         super().__init__(service, body, job)
         self._parsers = [AnswerParser(tools) for _ in range(job.num_choices)]
 
-    def _choice(self, delta: Delta) -> ChatChoice | ChatChunkChoice:
+    def _choice(self, delta: Delta) -> responses.ChatChoice | responses.ChatChunkChoice:
         parser = self._parsers[delta.index]
         first_call = parser.num_calls
         content, calls = parser.read(delta)
@@ -346,24 +325,26 @@ class ChatWriter(TextWriter):
             fields["finish_reason"] = "tool_calls"
         has_content = content or not calls
         if not self.job.stream:
-            whole = [ToolCall(id=_new_id(), function=call) for call in calls]
-            answer = AnswerMessage(content=content if has_content else None, tool_calls=whole or UNSET)
-            return ChatChoice(message=answer, **fields)
-        new = [ToolCallDelta(index=i, id=_new_id(), function=call) for i, call in enumerate(calls, first_call)]
-        message = DeltaMessage(content=content if has_content else UNSET, tool_calls=new or UNSET)
+            whole = [responses.ToolCall(id=_new_id(), function=call) for call in calls]
+            answer = responses.AnswerMessage(content=content if has_content else None, tool_calls=whole or UNSET)
+            return responses.ChatChoice(message=answer, **fields)
+        new = [
+            responses.ToolCallDelta(index=i, id=_new_id(), function=call) for i, call in enumerate(calls, first_call)
+        ]
+        message = responses.DeltaMessage(content=content if has_content else UNSET, tool_calls=new or UNSET)
         if self._begins(delta):
             message.role = "assistant"
-        return ChatChunkChoice(delta=message, **fields)
+        return responses.ChatChunkChoice(delta=message, **fields)
 
-    def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
+    def _logprobs(self, delta: Delta) -> responses.ChatLogprobs | None:
         if delta.logprobs is None:
             return None
         hide = self.job.params.skip_special_tokens
         content = []
         for entry in delta.logprobs:
             own = self.token_fields(entry.token_id, entry.logprob, hide)
-            content.append(TokenLogprob(**own, top_logprobs=self.likely(entry, hide)))
-        return ChatLogprobs(content=content)
+            content.append(responses.TokenLogprob(**own, top_logprobs=self.likely(entry, hide)))
+        return responses.ChatLogprobs(content=content)
 
 
 def _new_id() -> str:
@@ -379,7 +360,7 @@ class TraceWriter(Writer):
         self.count(delta)
         (entry,) = delta.logprobs or []
         layers = {spec.layer for spec in self._service.llm.engine.model.cache_specs()}
-        return TraceResponse(
+        return responses.TraceResponse(
             position=len(self.job.prompts[0]),
             top_logprobs=self.likely(entry),
             layers=delta.reads,
