@@ -18,7 +18,7 @@ from skipstone.errors import RequestError, SkipstoneError
 from skipstone.llm import LLM
 from skipstone.outputs import StreamEvent
 from skipstone.server.api.errors import busy, engine_failed, unavailable
-from skipstone.server.generation import Delta, Generation, Job, Origin, PromptFacts
+from skipstone.server.generation import Delta, Generation, Job, Origin
 from skipstone.server.metrics import ServerMetrics
 from skipstone.server.online_check import OnlineCheck
 from skipstone.server.step_observer import StepObserver
@@ -63,7 +63,7 @@ class RunningPrompt:
         if not self._announced:
             self._announced = True
             so_far = self.session.output()
-            delta.prompt = PromptFacts(num_cached_tokens=so_far.num_cached_tokens, logprobs=so_far.prompt_logprobs)
+            delta.num_cached_tokens, delta.prompt_logprobs = so_far.num_cached_tokens, so_far.prompt_logprobs
         return delta
 
     def _add_origins(self, delta: Delta, choice: Choice, num_tokens: int) -> None:

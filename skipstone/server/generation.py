@@ -61,7 +61,8 @@ class Delta(msgspec.Struct, kw_only=True):
 
     `origins`: for each token, an accepted draft, the target's choice instead of a rejected draft, the bonus after
     drafts that were all accepted, or the target's in a step without drafts. `drafted` and `accepted`: drafts in each of
-    its verify steps. The first delta of a prompt has `prompt`, the last of a choice has `finish_reason`.
+    its verify steps. A prompt's first delta has `num_cached_tokens` and `prompt_logprobs`, a choice's last has
+    `finish_reason`.
     """
 
     index: int
@@ -71,7 +72,8 @@ class Delta(msgspec.Struct, kw_only=True):
     origins: list[Origin] = []
     drafted: list[int] = []
     accepted: list[int] = []
-    prompt: PromptFacts | None = None
+    num_cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     speculation: SpeculationStats | None = None
@@ -84,13 +86,6 @@ class LayerRead(msgspec.Struct, kw_only=True):
     layer: int
     unit: int
     selected: list[list[int]]
-
-
-class PromptFacts(msgspec.Struct, kw_only=True):
-    """What running a prompt has shown."""
-
-    num_cached_tokens: int
-    logprobs: list[TokenLogprobs | None] | None = None
 
 
 class Generation:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from importlib.resources import files
-from typing import Any
 
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -26,17 +24,10 @@ def page_routes() -> list[Route]:
     """The page's addresses, all of them open: nothing in the files is secret."""
     return [
         Route(
-            "/" if file.name == INDEX else f"/page/{file.name}", _sender(file.name, file.read_bytes()), methods=["GET"]
+            "/" if file.name == INDEX else f"/page/{file.name}",
+            Response(file.read_bytes(), media_type=kind, headers=HEADERS),
+            methods=["GET"],
         )
         for file in files("skipstone.server").joinpath("page").iterdir()
-        if file.name.rpartition(".")[2] in KINDS
+        if (kind := KINDS.get(file.name.rpartition(".")[2]))
     ]
-
-
-def _sender(name: str, content: bytes) -> Any:
-    kind = KINDS[name.rpartition(".")[2]]
-
-    async def send(request: Request) -> Response:
-        return Response(content, media_type=kind, headers=HEADERS)
-
-    return send

@@ -10,7 +10,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from skipstone.errors import SkipstoneError
-from skipstone.server.api.errors import ApiError, ClientLeft, from_engine, timed_out
+from skipstone.server.api.errors import ApiError, ClientLeft, from_engine
 from skipstone.server.api.writers import Writer
 from skipstone.server.generation import Delta, Generation
 from skipstone.server.service import Service
@@ -128,7 +128,9 @@ def _watched(generation: Generation, receive: Receive, timeout: float | None) ->
 
     watch: list[asyncio.Task[None] | asyncio.TimerHandle] = [asyncio.create_task(wait_for_leave())]
     if timeout is not None:
-        watch.append(generation.loop.call_later(timeout, lambda: generation.fail(timed_out(timeout))))
+        message = f"the request took longer than {timeout:g} seconds and was given up"
+        error = ApiError(408, message, code="request_timeout")
+        watch.append(generation.loop.call_later(timeout, generation.fail, error))
     try:
         yield
     finally:

@@ -83,12 +83,6 @@ def from_engine(error: SkipstoneError, names: Mapping[str, str]) -> ApiError:
     return bad_request(name + text[len(match[1]) :], param=name)
 
 
-def timed_out(seconds: float) -> ApiError:
-    """A request that took longer than the server allows."""
-    message = f"the request took longer than {seconds:g} seconds and was given up"
-    return ApiError(408, message, code="request_timeout")
-
-
 def too_slow() -> ApiError:
     """A client that takes too long to send its request."""
     return ApiError(408, "the request was not sent in time", code="request_timeout")

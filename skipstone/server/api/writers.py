@@ -54,8 +54,7 @@ class Writer:
         self.completion_tokens += len(delta.token_ids)
         self._drafted += delta.drafted
         self._accepted += delta.accepted
-        if delta.prompt is not None:
-            self._cached_tokens += delta.prompt.num_cached_tokens
+        self._cached_tokens += delta.num_cached_tokens
         if delta.speculation is not None:
             self._speculation = (self._speculation or SpeculationStats()).plus(delta.speculation)
         if delta.finish_reason is not None:
@@ -202,8 +201,8 @@ class CompletionWriter(TextWriter):
 
     def _choice(self, delta: Delta) -> responses.CompletionChoice:
         place = delta.index // self.job.params.n
-        if delta.prompt is not None and delta.prompt.logprobs is not None:
-            self._prompt_logprobs[place] = delta.prompt.logprobs
+        if delta.prompt_logprobs is not None:
+            self._prompt_logprobs[place] = delta.prompt_logprobs
         text = delta.text
         entries: list[TokenLogprobs | None] | None = None if delta.logprobs is None else [*delta.logprobs]
         token_ids, offsets = delta.token_ids, []

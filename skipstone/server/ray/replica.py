@@ -15,7 +15,7 @@ from skipstone.llm import LLM
 from skipstone.server.api.app import make_app
 from skipstone.server.config import ServerConfig
 from skipstone.server.log import set_up
-from skipstone.server.ray.front import Work
+from skipstone.server.ray.proxy import Work
 from skipstone.server.service import Service
 from skipstone.server.step_observer import StepObserver
 

@@ -56,7 +56,7 @@ class Reports:
         return [page for _, (_, page) in sorted(self._pages.items())]
 
 
-class Front:
+class ReplicaProxy:
     """The application."""
 
     def __init__(self, replicas: Any, reports: Any, max_body_bytes: int, patience: float | None = None) -> None:
