@@ -5,26 +5,23 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 from starlette.types import Scope
 
 from skipstone.core.request import SamplingParams
-from skipstone.errors import RequestError
 from skipstone.llm import LLM
 from skipstone.server.api.errors import ApiError, bad_request, busy, unavailable
-from skipstone.server.api.requests import Message
 from skipstone.server.api.responses import ServerStats
 from skipstone.server.config import ServerConfig
 from skipstone.server.engine_thread import EngineThread
 from skipstone.server.metrics import ServerMetrics
 from skipstone.server.online_check import OnlineCheck
 from skipstone.server.step_observer import StepObserver
-from skipstone.text.messages import plain_messages as plain
 from skipstone.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -170,13 +167,3 @@ class Service:
         death = self.death
         if death is not None:
             death.get_loop().call_soon_threadsafe(death.set_result, reason)
-
-
-def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages as templates know them. Raises ApiError naming the field that makes no sense."""
-    try:
-        return plain([msgspec.to_builtins(message) for message in messages])
-    except RequestError as error:
-        path, _, rest = str(error).partition(" ")
-        code = "missing_required_parameter" if rest.startswith("is missing") else "invalid_value"
-        raise bad_request(str(error), path, code) from None

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 from starlette.types import Scope
 
 from skipstone.core.request import SamplingParams
 from skipstone.errors import SkipstoneError
 from skipstone.server.api import requests
-from skipstone.server.api.errors import ApiError, bad_request, from_engine
+from skipstone.server.api.errors import bad_request, from_engine
 from skipstone.server.api.structured import Constraint, constraint
 from skipstone.server.api.tools import ToolUse
 from skipstone.server.generation import Job
-from skipstone.server.service import Service, plain_messages
+from skipstone.server.service import Service
 
 COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; the engine ends a text where the context does
+# How the tokenizer's messages begin that are about one field, and what they say; else the caller knows the field.
+_PATH = re.compile(r"chat_template_kwargs|messages\[\d+\]\.\S+")
+_CODES = {
+    "has no chat template": "missing_chat_template",
+    "the context holds": "context_length_exceeded",
+    " is missing": "missing_required_parameter",
+}
 API_NAMES = {name: name for name in SamplingParams.__struct_fields__} | {"num_speculative_tokens": "speculation.k"}
 
 
@@ -25,8 +36,9 @@ def completion_job(service: Service, body: requests.CompletionRequest, scope: Sc
     wanted: dict[str, Any] = {"logprobs": body.logprobs}
     if body.echo and body.logprobs is not None:
         wanted["prompt_logprobs"] = body.logprobs
-    asked = constraint(body)
-    return _job(service, body, scope, prompts, body.max_tokens, COMPLETION_TOKENS, wanted, asked)
+    wanted["max_tokens"] = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    _check_lengths(service, prompts, body.max_tokens, "prompt")
+    return _job(service, body, scope, prompts, wanted, constraint(body))
 
 
 def chat_job(service: Service, body: requests.ChatRequest, tools: ToolUse | None, scope: Scope) -> Job:
@@ -36,12 +48,10 @@ def chat_job(service: Service, body: requests.ChatRequest, tools: ToolUse | None
     limits = {limit for limit in (body.max_tokens, body.max_completion_tokens) if limit is not None}
     if len(limits) == 2:
         raise bad_request("max_tokens and max_completion_tokens differ; send one of them", "max_completion_tokens")
-    try:
-        messages = plain_messages(body.messages)
-        prompt = service.tokenizer.encode_chat(messages, *template_options(body, tools))
-    except SkipstoneError as error:
-        raise template_error(error, service) from None
-    wanted: dict[str, Any] = {"logprobs": (body.top_logprobs or 0) if body.logprobs else None}
+    max_tokens = limits.pop() if limits else None
+    with text_errors(service, "messages"):
+        prompt = service.tokenizer.encode_chat(msgspec.to_builtins(body.messages), *template_options(body, tools))
+    wanted: dict[str, Any] = {"logprobs": (body.top_logprobs or 0) if body.logprobs else None, "max_tokens": max_tokens}
     asked = constraint(body)
     whole = asked.path if asked else "tool_choice" if tools and tools.must_call else None
     if whole:
@@ -56,7 +66,8 @@ def chat_job(service: Service, body: requests.ChatRequest, tools: ToolUse | None
                     "skip_special_tokens",
                 )
             wanted["skip_special_tokens"] = False
-    return _job(service, body, scope, [prompt], limits.pop() if limits else None, None, wanted, asked)
+    _check_lengths(service, [prompt], max_tokens, "messages")
+    return _job(service, body, scope, [prompt], wanted, asked)
 
 
 def trace_job(service: Service, body: requests.TraceRequest, scope: Scope) -> Job:
@@ -76,10 +87,8 @@ def _check_constraint(service: Service, body: requests.ChatRequest, prompt: list
     begun = _text(body.messages[-1].content or "") if body.continue_final_message else ""
     if begun.rfind("<think>") > begun.rfind("</think>"):
         raise bad_request(f"{path} says what the whole answer is, but the last message ends within a thought", path)
-    try:
+    with text_errors(service, path):
         service.tokenizer.check_constraint(prompt, path)
-    except SkipstoneError as error:
-        raise bad_request(str(error), path) from None
 
 
 def template_options(body: requests.ChatRequest | requests.TemplateRequest, tools: ToolUse | None) -> tuple[Any, ...]:
@@ -95,18 +104,17 @@ def template_options(body: requests.ChatRequest | requests.TemplateRequest, tool
     )
 
 
-def template_error(error: SkipstoneError, service: Service) -> ApiError:
-    """A conversation that the template refuses, without where the model lies on the server's disk."""
-    text = str(error)
-    param = "chat_template_kwargs" if text.startswith("chat_template_kwargs") else "messages"
-    if "has no chat template" in text:
-        return bad_request(text.replace(str(service.llm.folder), service.name), param, "missing_chat_template")
-    return text_error(text.replace(str(service.llm.folder), service.name), param)
-
-
-def text_error(text: str, param: str) -> ApiError:
-    """Text that cannot be encoded; `text`: what the tokenizer says of it."""
-    return bad_request(text, param, "context_length_exceeded" if "the context holds" in text else "invalid_value")
+@contextmanager
+def text_errors(service: Service, param: str) -> Iterator[None]:
+    """Raise ApiError for what the tokenizer or its template refuses, without where the model lies on the disk."""
+    try:
+        yield
+    except SkipstoneError as error:
+        text = str(error).replace(str(service.llm.folder), service.name)
+        path = _PATH.match(text)
+        param = path[0] if path else param
+        code = next((code for part, code in _CODES.items() if part in text.removeprefix(param)), "invalid_value")
+        raise bad_request(text, param, code) from None
 
 
 def _job(
@@ -114,17 +122,14 @@ def _job(
     body: requests.Sampling,
     scope: Scope,
     prompts: list[list[int]],
-    max_tokens: int | None,
-    default_max_tokens: int | None,
     wanted: dict[str, Any],
     asked: Constraint | None,
 ) -> Job:
+    """`wanted`: parameters of the engine that the body names in another way."""
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options needs stream=true", "stream_options")
-    _check_lengths(service, prompts, max_tokens, "messages" if isinstance(body, requests.ChatRequest) else "prompt")
-    wanted = wanted | {"max_tokens": default_max_tokens if max_tokens is None else max_tokens}
-    names = API_NAMES | (asked.names if asked else {})
-    params = _params(service, body, wanted, asked, names)
+    names = API_NAMES | ({asked.field: asked.path} if asked else {})
+    params = _params(service, body, wanted | ({asked.field: asked.value} if asked else {}), names)
     return Job(
         request_id=scope["request_id"],
         owner=scope["owner"],
@@ -138,20 +143,9 @@ def _job(
     )
 
 
-def _params(
-    service: Service,
-    body: requests.Sampling,
-    wanted: dict[str, Any],
-    asked: Constraint | None,
-    names: dict[str, str],
-) -> SamplingParams:
-    values: dict[str, Any] = dict(service.llm.default_params)
-    for name in SamplingParams.__struct_fields__:
-        if (value := getattr(body, name, None)) is not None:
-            values[name] = value
-    values |= wanted
-    if asked is not None:
-        values[asked.field] = asked.value
+def _params(service: Service, body: requests.Sampling, wanted: dict[str, Any], names: dict[str, str]) -> SamplingParams:
+    given = {name: getattr(body, name, None) for name in SamplingParams.__struct_fields__}
+    values: dict[str, Any] = service.llm.default_params | {k: v for k, v in given.items() if v is not None} | wanted
     if body.logit_bias is not None:
         values["logit_bias"] = {_token_id(text): bias for text, bias in body.logit_bias.items()}
         if len(values["logit_bias"]) < len(body.logit_bias):
@@ -205,10 +199,8 @@ def _prediction(service: Service, body: requests.Sampling) -> list[int]:
             "prediction",
             "unsupported_parameter",
         )
-    try:
+    with text_errors(service, "prediction.content"):
         return service.tokenizer.encode(_text(body.prediction.content), add_special_tokens=False)
-    except SkipstoneError as error:
-        raise text_error(str(error), "prediction.content") from None
 
 
 def _text(content: requests.Content) -> str:
@@ -221,14 +213,11 @@ def _read_prompts(service: Service, body: requests.CompletionRequest) -> list[li
     items: list[Any] = [prompt] if isinstance(prompt, str) or _all(prompt, int) else list(prompt)
     if not items or not (_all(items, str) or _all(items, list)):
         raise bad_request("prompt must be a text, a list of token ids, or a list of either, and not empty", "prompt")
-    if len(items) * (body.n or 1) > service.engine.capacity:
-        raise bad_request(
-            f"{len(items) * (body.n or 1)} texts are more than the {service.engine.capacity} that may be under way"
-        )
-    try:
+    num_texts, most = len(items) * (body.n or 1), service.engine.capacity
+    if num_texts > most:
+        raise bad_request(f"{num_texts} texts are more than the {most} that may be under way")
+    with text_errors(service, "prompt"):
         prompts = [item if isinstance(item, list) else service.tokenizer.encode(item) for item in items]
-    except SkipstoneError as error:
-        raise text_error(str(error), "prompt") from None
     for token_ids in prompts:
         if not token_ids:
             raise bad_request("the prompt is empty; it needs at least one token", "prompt")

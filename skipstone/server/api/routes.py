@@ -14,14 +14,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from skipstone.errors import SkipstoneError
 from skipstone.server.api import jobs, requests, responses
 from skipstone.server.api.answer import Answer, PeriodicEvents
 from skipstone.server.api.decode import decode, read_body
 from skipstone.server.api.errors import ApiError, bad_request
 from skipstone.server.api.tools import tool_use
 from skipstone.server.api.writers import ChatWriter, CompletionWriter, TraceWriter
-from skipstone.server.service import Service, plain_messages, program_version
+from skipstone.server.service import Service, program_version
 
 JSON = "application/json"
 EVENTS_S = 0.5  # between two events of /v1/stats
@@ -128,14 +127,12 @@ def tokenize(service: Service, request: Request, body: requests.TokenizeRequest)
         raise bad_request("add_generation_prompt needs messages, not prompt", "add_generation_prompt")
     if body.messages is not None and body.add_special_tokens is not None:
         raise bad_request("add_special_tokens needs prompt; for messages the template decides", "add_special_tokens")
-    try:
+    with jobs.text_errors(service, "messages" if body.messages else "prompt"):
         if body.messages is not None:
-            messages = plain_messages(body.messages)
+            messages = msgspec.to_builtins(body.messages)
             token_ids = service.tokenizer.encode_chat(messages, body.add_generation_prompt is not False)
         else:
             token_ids = service.tokenizer.encode(body.prompt or "", body.add_special_tokens is not False)
-    except SkipstoneError as error:
-        raise jobs.text_error(str(error), "messages" if body.messages else "prompt") from None
     names = [service.token_text(token) for token in token_ids] if body.return_token_strs else None
     return responses.TokenizeResponse(
         count=len(token_ids), max_model_len=service.max_model_len, tokens=token_ids, token_strs=names
@@ -151,10 +148,8 @@ def detokenize(service: Service, request: Request, body: requests.DetokenizeRequ
 def apply_template(service: Service, request: Request, body: requests.TemplateRequest) -> responses.TemplateResponse:
     """A conversation as the prompt it becomes."""
     tools = tool_use(body, service.tokenizer)
-    try:
-        prompt = service.tokenizer.render_chat(plain_messages(body.messages), *jobs.template_options(body, tools))
-    except SkipstoneError as error:
-        raise jobs.template_error(error, service) from None
+    with jobs.text_errors(service, "messages"):
+        prompt = service.tokenizer.render_chat(msgspec.to_builtins(body.messages), *jobs.template_options(body, tools))
     return responses.TemplateResponse(prompt)
 
 
