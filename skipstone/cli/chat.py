@@ -10,7 +10,7 @@ from contextlib import closing, contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from skipstone.cli.model import check_drafts, check_engine, check_grammars, open_model
+from skipstone.cli.model import check_engine, check_params, open_model
 from skipstone.cli.options import Command, Settings
 from skipstone.cli.output import cut_short, note, speculation_line
 from skipstone.cli.prompts import read_vocab_size
@@ -98,8 +98,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     config, params = settings.engine_config(), settings.sampling_params()
     folder = check_engine(config)
     params.validate(read_vocab_size(folder) or 2**31)
-    check_drafts(config, [params])
-    check_grammars(folder, [params])
+    check_params(config, folder, [params])
     if settings.values["n"] != 1:
         raise RequestError(f"n={settings.values['n']} has no meaning in a conversation; leave --n out")
     with open_model(settings, args.quiet) as (llm, resolved):
