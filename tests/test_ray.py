@@ -30,7 +30,7 @@ ray = pytest.importorskip("ray", reason="the extra ray is not installed")
 from ray.exceptions import RayError  # noqa: E402
 
 from skipstone.server.api.decode import MOST_VALUES  # noqa: E402
-from skipstone.server.ray.proxy import ATTEMPTS, ReplicaProxy, Work, _prompt, merge_pages  # noqa: E402
+from skipstone.server.ray.proxy import ATTEMPTS, ForwardedRequest, ReplicaProxy, _prompt, merge_pages  # noqa: E402
 
 START = {"type": "http.response.start", "status": 200, "headers": [(b"x-request-id", b"r"), (b"a", b"b")]}
 Script = list[Any]  # messages; an exception is raised in its place
@@ -45,7 +45,7 @@ class Handle:
     def options(self, stream: bool) -> Handle:
         return self
 
-    def remote(self, work: Work) -> Any:
+    def remote(self, work: ForwardedRequest) -> Any:
         self.works.append(work)
         return Stream(self, self.scripts[min(len(self.works), len(self.scripts)) - 1])
 

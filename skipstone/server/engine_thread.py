@@ -89,17 +89,17 @@ class EngineThread:
         metrics: ServerMetrics,
         observer: StepObserver,
         online: OnlineCheck,
-        on_death: Callable[[str], None],
     ) -> None:
         self.llm = llm
         self.capacity = llm.config.max_num_seqs + max_queue
         self.dead: str | None = None
         """Why the engine was given up."""
+        self.on_death: Callable[[str], object] = lambda reason: None
+        """Told so, on the engine's thread."""
         self.num_choices = 0
         """Choices that have not ended."""
         self._usual_seconds = USUAL_SECONDS
         self._metrics = metrics
-        self._on_death = on_death
         self._observer = observer
         self._online = online
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -299,7 +299,7 @@ class EngineThread:
                     self._metrics.on_end(run.generation, choice)
         if self._failures >= MOST_FAILURES and self.dead is None:
             self.dead = f"{type(error).__name__} in {self._failures} steps in a row; the log has the tracebacks"
-            self._on_death(self.dead)
+            self.on_death(self.dead)
 
 
 def _deliver(deltas: list[tuple[Generation, Delta]]) -> None:

@@ -28,7 +28,7 @@ def room_for_connections(capacity: int) -> int:
     return max(min(max(MOST_CONNECTIONS, 2 * capacity), free), 1)
 
 
-class Warnings:
+class LimitedWarnings:
     """A line in the log for what may happen a thousand times: at most one in a while, with their number."""
 
     def __init__(self) -> None:
@@ -51,7 +51,9 @@ class Connection(HttpToolsProtocol):
     while the client takes nothing of its answer.
     """
 
-    def __init__(self, *arguments: Any, most: int, patience: float | None, warnings: Warnings, **options: Any) -> None:
+    def __init__(
+        self, *arguments: Any, most: int, patience: float | None, warnings: LimitedWarnings, **options: Any
+    ) -> None:
         super().__init__(*arguments, **options)
         self._most = most
         self._patience = patience

@@ -20,7 +20,7 @@ from skipstone.session import Session
 LOG = logging.getLogger("skipstone.online")
 
 
-class Copy(msgspec.Struct):
+class RecomputedStep(msgspec.Struct):
     """A step that is computed again, and what must come out."""
 
     session: Session
@@ -43,7 +43,7 @@ class OnlineCheck:
         self._every = every
         self._since = 0  # verify steps since the last that was chosen
         self._steps: dict[str, int] = {}  # verify steps of each running request
-        self._copy: Copy | None = None
+        self._copy: RecomputedStep | None = None
 
     def on_tokens(self, request: Request, num_tokens: int, request_id: str) -> None:
         """A request has got tokens in a step."""
@@ -62,7 +62,7 @@ class OnlineCheck:
             self._since = 0
             start = len(request.token_ids) - num_tokens
             expected, position = request.token_ids[start:], start - request.num_prompt_tokens
-            self._copy = Copy(self._llm.add_copy(request, start, num_tokens), request_id, position, expected)
+            self._copy = RecomputedStep(self._llm.add_copy(request, start, num_tokens), request_id, position, expected)
 
     def forget(self, request: Request) -> None:
         """A request was aborted."""
@@ -86,7 +86,7 @@ class OnlineCheck:
             self._judge(copy)
         return True
 
-    def _judge(self, copy: Copy) -> None:
+    def _judge(self, copy: RecomputedStep) -> None:
         self.checks += 1
         if copy.got == copy.expected:
             return

@@ -56,13 +56,11 @@ class Service:
         self.draining = False
         online = OnlineCheck(llm, config.online)
         self.metrics = ServerMetrics(llm, self.name, config.metrics_prefix, observer, online, engine)
-        self.engine = EngineThread(llm, config.max_queue, self.metrics, observer, online, self._engine_died)
-        self._grammar_maker = ThreadPoolExecutor(1, "grammar")  # a costly one holds up its like alone
+        self.engine = EngineThread(llm, config.max_queue, self.metrics, observer, online)
+        self._grammar_executor = ThreadPoolExecutor(1, "grammars")  # a costly one holds up its like alone
         self.body_bytes = 0
         """Bytes of the bodies of all requests under way; see `hold`."""
-        self._beside = ThreadPoolExecutor(1, "beside")  # one at a time: each may take a hundred times its bytes
-        self.death: asyncio.Future[str] | None = None
-        """Set by whoever wants to know that the engine was given up."""
+        self._body_executor = ThreadPoolExecutor(1, "bodies")  # one at a time: each may take a hundred times its bytes
 
     @property
     def max_model_len(self) -> int:
@@ -110,7 +108,7 @@ class Service:
 
     def start_grammars(self) -> None:
         """Begin to read the vocabulary for grammars, so that the first who asks for one need not wait for it."""
-        self._grammar_maker.submit(self.llm.prepare_grammar, SamplingParams(choice=["a"]))
+        self._grammar_executor.submit(self.llm.prepare_grammar, SamplingParams(choice=["a"]))
 
     async def make_grammar(self, params: SamplingParams) -> object | None:
         """What LLM.prepare_grammar returns, made beside the event loop. Raises SkipstoneError."""
@@ -118,7 +116,7 @@ class Service:
         if known is not None or params.structured_output is None:
             return known
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._grammar_maker, self.llm.prepare_grammar, params)
+        return await loop.run_in_executor(self._grammar_executor, self.llm.prepare_grammar, params)
 
     def hold(self, scope: Scope, size: int) -> None:
         """Count bytes of a request's body, until `release`. Raises ApiError when all requests have too many."""
@@ -138,7 +136,7 @@ class Service:
         try:
             if len(body) < LARGE_BODY:
                 return make(body)
-            return await asyncio.get_running_loop().run_in_executor(self._beside, make, body)
+            return await asyncio.get_running_loop().run_in_executor(self._body_executor, make, body)
         except RecursionError:
             raise bad_request("the body is nested too deeply; make it flatter", code="invalid_json") from None
 
@@ -162,8 +160,3 @@ class Service:
             **{f"{phase}_seconds": round(seconds, 6) for phase, seconds in self._observer.seconds.items()},
             uptime_seconds=round(time.perf_counter() - self._started, 3),
         )
-
-    def _engine_died(self, reason: str) -> None:
-        death = self.death
-        if death is not None:
-            death.get_loop().call_soon_threadsafe(death.set_result, reason)
