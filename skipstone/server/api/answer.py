@@ -7,6 +7,8 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator
 
 import msgspec
+from starlette.datastructures import Headers
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from skipstone.errors import SkipstoneError
@@ -15,12 +17,11 @@ from skipstone.server.api.writers import Writer
 from skipstone.server.generation import Delta, Generation
 from skipstone.server.service import Service
 
-JSON = (b"content-type", b"application/json")
-EVENTS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # proxies shall pass events on at once
-]
+EVENTS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",  # proxies shall pass events on at once
+}
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": waiting\n\n"  # clients pass over it; proxies see that the connection is alive
 
@@ -43,7 +44,12 @@ class Answer:
         log, writer = scope["log"], self._writer
         try:
             with _watched(generation, receive, self._service.config.request_timeout):
-                await (self._stream if self._job.stream else self._whole)(generation, send)
+                if self._job.stream:
+                    await self._stream(generation, send)
+                else:
+                    deltas = [delta async for ready in _translated(generation) for delta in ready]
+                    body = msgspec.json.encode(writer.whole(deltas))
+                    await Response(body, media_type="application/json")(scope, receive, send)
         except ClientLeft:
             log["finish"] = "client left"
         finally:
@@ -52,20 +58,13 @@ class Answer:
             if writer.finish_reasons:
                 log.setdefault("finish", "+".join(sorted(set(writer.finish_reasons))))
 
-    async def _whole(self, generation: Generation, send: Send) -> None:
-        deltas = [delta async for ready in _translated(generation) for delta in ready]
-        body = msgspec.json.encode(self._writer.whole(deltas))
-        headers = [JSON, (b"content-length", str(len(body)).encode())]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
-
     async def _stream(self, generation: Generation, send: Send) -> None:
         begun = False
         try:
             async for ready in _translated(generation, self._service.config.keep_alive):
                 events = b"".join([_event(self._writer.event(delta)) for delta in ready]) or KEEP_ALIVE
                 if not begun:
-                    await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
+                    await send({"type": "http.response.start", "status": 200, "headers": Headers(EVENTS).raw})
                     begun = True
                 await send({"type": "http.response.body", "body": events, "more_body": True})
         except ApiError as error:
@@ -77,32 +76,16 @@ class Answer:
         await send({"type": "http.response.body", "body": (_event(closing) if closing else b"") + DONE})
 
 
-class PeriodicEvents:
-    """An ASGI application: an event every so many seconds, until the client leaves or the server ends."""
+def periodic_events(service: Service, make: Callable[[], msgspec.Struct], seconds: float) -> StreamingResponse:
+    """An event every so many seconds, until the client leaves or the server ends."""
 
-    def __init__(self, service: Service, make: Callable[[], msgspec.Struct], seconds: float) -> None:
-        self._service = service
-        self._make = make
-        self._seconds = seconds
+    async def events() -> AsyncIterator[bytes]:
+        while not service.draining:
+            yield _event(make())
+            await asyncio.sleep(seconds)
+        yield DONE
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send events."""
-        await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
-        leaving = asyncio.create_task(_left(receive))
-        try:
-            while not leaving.done() and not self._service.draining:
-                await send({"type": "http.response.body", "body": _event(self._make()), "more_body": True})
-                await asyncio.wait([leaving], timeout=self._seconds)
-            if not leaving.done():
-                await send({"type": "http.response.body", "body": DONE})
-        finally:
-            leaving.cancel()
-
-
-async def _left(receive: Receive) -> None:
-    """Returns when the client leaves."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    return StreamingResponse(events(), headers=EVENTS)
 
 
 def _event(struct: msgspec.Struct) -> bytes:
@@ -123,7 +106,8 @@ def _watched(generation: Generation, receive: Receive, timeout: float | None) ->
     """Fail the generation when the client leaves or time is over."""
 
     async def wait_for_leave() -> None:
-        await _left(receive)
+        while (await receive())["type"] != "http.disconnect":
+            pass
         generation.fail(ClientLeft())
 
     watch: list[asyncio.Task[None] | asyncio.TimerHandle] = [asyncio.create_task(wait_for_leave())]

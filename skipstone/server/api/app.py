@@ -83,10 +83,10 @@ class CheckedApp:
         except ClientLeft:
             pass
         except (ApiError, HTTPException) as error:
-            await self._refuse(_as_api_error(error, scope), sender, log)
+            await self._refuse(_as_api_error(error, scope), scope, receive, sender)
         except Exception:
             LOG.exception("request failed", extra={"request_id": request_id})
-            await self._refuse(engine_failed(request_id), sender, log)
+            await self._refuse(engine_failed(request_id), scope, receive, sender)
         finally:
             self.service.release(scope)
             log["ms"] = round((time.perf_counter() - started) * 1000, 1)
@@ -124,10 +124,10 @@ class CheckedApp:
             message["headers"] = [*message.get("headers", ()), request_id]
         await send(message)
 
-    async def _refuse(self, error: ApiError, send: Send, log: dict[str, Any]) -> None:
-        log["error"] = error.body.code
-        if "status" not in log:  # else the answer has begun; cutting it off is all that is left
-            await error.send(send)
+    async def _refuse(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["log"]["error"] = error.body.code
+        if "status" not in scope["log"]:  # else the answer has begun; cutting it off is all that is left
+            await error.response()(scope, receive, send)
 
 
 def _as_api_error(error: ApiError | HTTPException, scope: Scope) -> ApiError:

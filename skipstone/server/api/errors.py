@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 import msgspec
-from starlette.types import Send
+from starlette.responses import Response
 
 from skipstone.errors import SkipstoneError
 
@@ -55,13 +55,9 @@ class ApiError(Exception):
         """The answer's body."""
         return msgspec.json.encode(ErrorResponse(self.body))
 
-    async def send(self, send: Send) -> None:
-        """Answer with it."""
-        body = self.encode()
-        headers = {"content-type": "application/json", "content-length": str(len(body))} | self.headers
-        raw = [(name.lower().encode(), value.encode("latin-1", "replace")) for name, value in headers.items()]
-        await send({"type": "http.response.start", "status": self.status, "headers": raw})
-        await send({"type": "http.response.body", "body": body})
+    def response(self) -> Response:
+        """The answer."""
+        return Response(self.encode(), self.status, self.headers, "application/json")
 
 
 class ClientLeft(Exception):  # noqa: N818 (nobody is there to be told)

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from skipstone.server.api import jobs, requests, responses
-from skipstone.server.api.answer import Answer, PeriodicEvents
+from skipstone.server.api.answer import Answer, periodic_events
 from skipstone.server.api.decode import decode, read_body
 from skipstone.server.api.errors import ApiError, bad_request
 from skipstone.server.api.tools import tool_use
@@ -181,10 +181,10 @@ async def abort(service: Service, request: Request, body: requests.AbortRequest)
     return responses.AbortResponse(service.engine.abort(body.request_id, request.scope["owner"], error))
 
 
-def stats(service: Service, request: Request) -> responses.ServerStats | PeriodicEvents:
+def stats(service: Service, request: Request) -> responses.ServerStats | Response:
     """The server's state; a feed for those who accept text/event-stream."""
     if "text/event-stream" in request.headers.get("accept", ""):
-        return PeriodicEvents(service, service.stats, EVENTS_S)
+        return periodic_events(service, service.stats, EVENTS_S)
     return service.stats()
 
 

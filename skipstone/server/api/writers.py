@@ -195,6 +195,7 @@ class CompletionWriter(TextWriter):
     def __init__(self, service: Service, body: CompletionRequest, job: Job) -> None:
         super().__init__(service, body, job)
         self._body = body
+        self._given_prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
         tokenizer, hide = service.llm.tokenizer, job.params.skip_special_tokens
         self._detokenizers = [Detokenizer(tokenizer, hide) for _ in range(job.num_choices)] if tokenizer else []
         self._prompt_logprobs: dict[int, list[TokenLogprobs | None]] = {}
@@ -207,7 +208,8 @@ class CompletionWriter(TextWriter):
         entries: list[TokenLogprobs | None] | None = None if delta.logprobs is None else [*delta.logprobs]
         token_ids, offsets = delta.token_ids, []
         if self._body.echo and self._begins(delta):
-            prompt_text = self._prompt_text(place)
+            given, tokenizer = self._given_prompts[place], self._service.tokenizer
+            prompt_text = given if isinstance(given, str) else tokenizer.decode(self.job.prompts[place], False)
             text = prompt_text + text
             self._detokenizers[delta.index].length = len(prompt_text)
             if entries is not None:
@@ -221,19 +223,10 @@ class CompletionWriter(TextWriter):
             logprobs = self._logprobs(token_ids, entries, offsets)
         return responses.CompletionChoice(text=text, logprobs=logprobs, **self._fields(delta))
 
-    def _prompt_text(self, place: int) -> str:
-        prompt = self._body.prompt
-        if isinstance(prompt, str):
-            return prompt
-        given = prompt[place]
-        if isinstance(given, str):
-            return given
-        return self._service.tokenizer.decode(self.job.prompts[place], skip_special_tokens=False)
-
     def _prompt_offsets(self, place: int, text: str) -> list[int]:
         """Where each of a prompt's tokens begins in its text."""
         token_ids, tokenizer = self.job.prompts[place], self._service.tokenizer
-        if isinstance(self._body.prompt, str) or isinstance(self._body.prompt[place], str):
+        if isinstance(self._given_prompts[place], str):
             return tokenizer.places(text, token_ids)
         whole = Detokenizer(tokenizer, skip_special_tokens=False)
         begins = _begins(whole, token_ids)

@@ -79,13 +79,13 @@ class ReplicaProxy:
             try:
                 body = await self._body(receive)
             except TimeoutError:
-                await too_slow().send(send)
+                await too_slow().response()(scope, receive, send)
                 return
             if body is not None:
                 prompt = _prompt(body) if len(body) < LARGE else await asyncio.to_thread(_prompt, body)
                 headers = list(scope["headers"])
                 asked = ForwardedRequest(scope["method"], scope["path"], scope["query_string"], headers, body, prompt)
-                await self._answer(asked, receive, send)
+                await self._answer(asked, scope, receive, send)
 
     async def _body(self, receive: Receive) -> bytes | None:
         """The body, or more of it than is allowed, for a replica to refuse; None when the client has left."""
@@ -102,7 +102,7 @@ class ReplicaProxy:
                     limit.reschedule(begun + self._patience + len(body) / SLOWEST)
         return bytes(body)
 
-    async def _answer(self, asked: ForwardedRequest, receive: Receive, send: Send) -> None:
+    async def _answer(self, asked: ForwardedRequest, scope: Scope, receive: Receive, send: Send) -> None:
         for attempt in range(1, ATTEMPTS + 1):
             begun = ended = False
             stream = self._replicas.remote(asked)
@@ -131,7 +131,8 @@ class ReplicaProxy:
             finally:
                 watch.cancel()
             await asyncio.sleep(PAUSE_S * attempt)
-        await unavailable("no replica answers; try again later", "replica_lost").send(send)
+        gone = unavailable("no replica answers; try again later", "replica_lost")
+        await gone.response()(scope, receive, send)
 
     async def _prepared(self, asked: ForwardedRequest, message: Any) -> Any:
         """A replica's message as it goes out: one request id, and the metrics of all replicas."""
