@@ -104,7 +104,6 @@ class EngineThread:
         self._online = online
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._runs: dict[str, RunningPrompt] = {}
-        self._unstarted: dict[str, RunningPrompt] = {}  # those that no step has worked on yet
         self._failures = 0
         self._open: set[Generation] = set()
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
@@ -208,13 +207,10 @@ class EngineThread:
                 error = engine_failed(job.request_id)
             _fail(generation, error)
         else:
-            added = {run.session.session_id: run for run in runs}
-            self._runs |= added
-            self._unstarted |= added
+            self._runs |= {run.session.session_id: run for run in runs}
 
     def _drop(self, run: RunningPrompt) -> None:
         self.llm.abort(run.session.session_id)
-        self._unstarted.pop(run.session.session_id, None)
         for choice in run.session.choices:
             self._observer.end_trace(choice.request)
             self._online.forget(choice.request)
@@ -243,15 +239,14 @@ class EngineThread:
 
     def _note_starts(self, begun: float) -> None:
         """For the first step that has worked on a request."""
-        for name, run in list(self._unstarted.items()):
-            if any(choice.request.finished or choice.request.num_computed_tokens for choice in run.session.choices):
-                del self._unstarted[name]
-                run.generation.timing.started = run.generation.timing.started or begun
+        for run in self._runs.values():
+            requests, timing = [choice.request for choice in run.session.choices], run.generation.timing
+            if timing.started is None and any(one.finished or one.num_computed_tokens for one in requests):
+                timing.started = begun
 
     def _hand_back(self, events: list[StreamEvent]) -> None:
         now = time.perf_counter()
-        outgoing: dict[asyncio.AbstractEventLoop, list[tuple[Generation, Delta]]] = {}
-        failed: list[tuple[Generation, str]] = []
+        outgoing: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
         for event in events:
             if self._online.take(event):
                 continue
@@ -268,16 +263,15 @@ class EngineThread:
             delta = run.delta(event, self.llm.eos_token_ids)
             if delta is not None and generation.job.trace:
                 delta.reads = self._observer.end_trace(choice.request)
+            calls = outgoing.setdefault(generation.loop, [])
             if choice.request.error is not None:
-                failed.append((generation, choice.request.error))
+                calls.append(functools.partial(generation.fail, RequestError(choice.request.error)))
             elif delta is not None:
-                outgoing.setdefault(generation.loop, []).append((generation, delta))
+                calls.append(functools.partial(generation.take, delta))
             if run.unfinished == 0:
                 del self._runs[event.request_id]
-        for loop, deltas in outgoing.items():
-            _post(loop, _deliver, deltas)
-        for generation, error in failed:
-            _fail(generation, RequestError(error))
+        for loop, calls in outgoing.items():
+            _post(loop, calls)
 
     def _failed(self, error: Exception) -> None:
         """A step has raised: what ran is lost, the engine goes on unless it fails again and again."""
@@ -302,18 +296,18 @@ class EngineThread:
             self.on_death(self.dead)
 
 
-def _deliver(deltas: list[tuple[Generation, Delta]]) -> None:
-    for generation, delta in deltas:
-        generation.take(delta)
-
-
 def _fail(generation: Generation, error: Exception) -> None:
-    _post(generation.loop, generation.fail, error)
+    _post(generation.loop, [functools.partial(generation.fail, error)])
 
 
-def _post(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *arguments: object) -> None:
-    """Call on the loop; a loop that has ended has nobody who waits."""
+def _post(loop: asyncio.AbstractEventLoop, calls: list[Callable[[], None]]) -> None:
+    """Make the calls on the loop; a loop that has ended has nobody who waits."""
+
+    def make_calls() -> None:
+        for call in calls:
+            call()
+
     try:
-        loop.call_soon_threadsafe(call, *arguments)
+        loop.call_soon_threadsafe(make_calls)
     except RuntimeError:
         LOG.debug("an event loop ended before its requests")

@@ -6,7 +6,8 @@ import functools
 import inspect
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, get_type_hints
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -27,22 +28,27 @@ EVENTS_S = 0.5  # between two events of /v1/stats
 BODY_ERRORS = (400, 404, 408, 413, 415, 429)
 
 
-class Endpoint(NamedTuple):
+@dataclass(frozen=True)
+class Endpoint:
     """One address. `response` None: the answer is no JSON; `events`: what a stream consists of.
 
-    `handle` takes the service, the request and, where there is one, the body; it returns a struct or an application,
-    and runs beside the event loop where the body is large, unless it is a coroutine.
+    `handle` takes the service, the request and, if there is to be one, the `body`; it returns a struct or an
+    application, and runs beside the event loop where the body is large, unless it is a coroutine.
     """
 
     method: str
     path: str
     handle: Callable[..., Any]
-    body: type[requests.Body] | None = None
     response: type[msgspec.Struct] | None = None
     events: type[msgspec.Struct] | None = None
     media: str = JSON
     is_open: bool = False  # no key needed
     is_work: bool = False  # for the engine
+
+    @functools.cached_property
+    def body(self) -> type[requests.Body] | None:
+        """What the handler takes."""
+        return get_type_hints(self.handle).get("body")
 
     @property
     def summary(self) -> str:
@@ -221,36 +227,22 @@ def show_openapi(service: Service, request: Request) -> Response:
 
 
 ENDPOINTS = (
+    Endpoint("POST", "/v1/chat/completions", chat, responses.ChatResponse, responses.ChatChunk, is_work=True),
     Endpoint(
-        "POST",
-        "/v1/chat/completions",
-        chat,
-        requests.ChatRequest,
-        responses.ChatResponse,
-        responses.ChatChunk,
-        is_work=True,
+        "POST", "/v1/completions", complete, responses.CompletionResponse, responses.CompletionResponse, is_work=True
     ),
-    Endpoint(
-        "POST",
-        "/v1/completions",
-        complete,
-        requests.CompletionRequest,
-        responses.CompletionResponse,
-        responses.CompletionResponse,
-        is_work=True,
-    ),
-    Endpoint("GET", "/v1/models", list_models, response=responses.ModelList),
-    Endpoint("GET", "/v1/models/{model}", show_model, response=responses.ModelCard),
-    Endpoint("POST", "/tokenize", tokenize, requests.TokenizeRequest, responses.TokenizeResponse),
-    Endpoint("POST", "/detokenize", detokenize, requests.DetokenizeRequest, responses.DetokenizeResponse),
-    Endpoint("POST", "/apply-template", apply_template, requests.TemplateRequest, responses.TemplateResponse),
-    Endpoint("POST", "/trace", trace, requests.TraceRequest, responses.TraceResponse, is_work=True),
-    Endpoint("GET", "/slots", slots, response=responses.RequestList),
-    Endpoint("POST", "/abort", abort, requests.AbortRequest, responses.AbortResponse),
-    Endpoint("GET", "/v1/stats", stats, response=responses.ServerStats, events=responses.ServerStats),
-    Endpoint("GET", "/health", health, response=responses.Health, is_open=True),
-    Endpoint("GET", "/ready", ready, response=responses.Health, is_open=True),
-    Endpoint("GET", "/version", show_version, response=responses.Version),
+    Endpoint("GET", "/v1/models", list_models, responses.ModelList),
+    Endpoint("GET", "/v1/models/{model}", show_model, responses.ModelCard),
+    Endpoint("POST", "/tokenize", tokenize, responses.TokenizeResponse),
+    Endpoint("POST", "/detokenize", detokenize, responses.DetokenizeResponse),
+    Endpoint("POST", "/apply-template", apply_template, responses.TemplateResponse),
+    Endpoint("POST", "/trace", trace, responses.TraceResponse, is_work=True),
+    Endpoint("GET", "/slots", slots, responses.RequestList),
+    Endpoint("POST", "/abort", abort, responses.AbortResponse),
+    Endpoint("GET", "/v1/stats", stats, responses.ServerStats, responses.ServerStats),
+    Endpoint("GET", "/health", health, responses.Health, is_open=True),
+    Endpoint("GET", "/ready", ready, responses.Health, is_open=True),
+    Endpoint("GET", "/version", show_version, responses.Version),
     Endpoint("GET", "/metrics", metrics, media="text/plain"),
     Endpoint("GET", "/openapi.json", show_openapi),
 )
