@@ -49,7 +49,7 @@ class Service:
         self.config = config
         self.name = config.served_model_name or llm.folder.name
         self.names = {self.name, llm.config.model} if config.served_model_name is None else {self.name}
-        self.created = self.now()
+        self.created = int(time.time())
         self._started = time.perf_counter()
         digest = hashlib.sha256(msgspec.json.encode(llm.config)).hexdigest()
         self.fingerprint = f"skipstone-{program_version()}-{digest[:8]}"
@@ -70,8 +70,7 @@ class Service:
     @property
     def proposer(self) -> str:
         """The name of what drafts, or "off"."""
-        proposer = self.llm.engine.speculation.proposer
-        return proposer.needs.name if proposer else "off"
+        return self.llm.proposer or "off"
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -79,11 +78,6 @@ class Service:
         if self.llm.tokenizer is None:
             raise bad_request(f"{self.name} has no tokenizer.json, so prompts must be token ids", "prompt")
         return self.llm.tokenizer
-
-    @staticmethod
-    def now() -> int:
-        """Seconds since 1970."""
-        return int(time.time())
 
     def check_open(self) -> None:
         """Raise ApiError unless new work is taken."""

@@ -88,7 +88,7 @@ class TextWriter(Writer):
         self._request = body
         self._head: dict[str, Any] = {
             "id": f"{self.id_prefix}-{job.request_id}",
-            "created": service.now(),
+            "created": int(time.time()),
             "model": service.name,
             "system_fingerprint": service.fingerprint,
         }
@@ -133,7 +133,7 @@ class TextWriter(Writer):
             fields["token_origins"] = delta.origins
         return fields
 
-    def _begins(self, delta: Delta) -> bool:
+    def _is_first(self, delta: Delta) -> bool:
         """Whether this is the first delta of its choice."""
         first = delta.index not in self._begun
         self._begun.add(delta.index)
@@ -207,7 +207,7 @@ class CompletionWriter(TextWriter):
         text = delta.text
         entries: list[TokenLogprobs | None] | None = None if delta.logprobs is None else [*delta.logprobs]
         token_ids, offsets = delta.token_ids, []
-        if self._body.echo and self._begins(delta):
+        if self._body.echo and self._is_first(delta):
             given, tokenizer = self._given_prompts[place], self._service.tokenizer
             prompt_text = given if isinstance(given, str) else tokenizer.decode(self.job.prompts[place], False)
             text = prompt_text + text
@@ -324,7 +324,7 @@ class ChatWriter(TextWriter):
             responses.ToolCallDelta(index=i, id=_new_id(), function=call) for i, call in enumerate(calls, first_call)
         ]
         message = responses.DeltaMessage(content=content if has_content else UNSET, tool_calls=new or UNSET)
-        if self._begins(delta):
+        if self._is_first(delta):
             message.role = "assistant"
         return responses.ChatChunkChoice(delta=message, **fields)
 
