@@ -1,4 +1,4 @@
-"""The HTTP application: keys, request ids, the log line of every request, and every error in one shape."""
+"""The HTTP application: keys, request ids, the log line of every request, every error in one shape, the page at /."""
 
 from __future__ import annotations
 
@@ -8,24 +8,36 @@ import logging
 import re
 import secrets
 import time
+from importlib.resources import files
 from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from skipstone.server.api.errors import ApiError, ClientLeft, engine_failed, unavailable
 from skipstone.server.api.routes import ENDPOINTS
 from skipstone.server.api.schema import openapi
-from skipstone.server.page_files import page_routes
 from skipstone.server.service import Service, program_version
 
 LOG = logging.getLogger("skipstone.http")
 OPEN_PATHS = frozenset(endpoint.path for endpoint in ENDPOINTS if endpoint.is_open)
 QUIET_PATHS = OPEN_PATHS | {"/metrics", "/v1/stats"}  # asked for every few seconds, so not logged
 LONGEST_PATH = 200  # of which the log shows
+PAGE_INDEX = "index.html"
+PAGE_KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
+PAGE_HEADERS = {
+    "cache-control": "no-cache",
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; "
+        "form-action 'none'; frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+}
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
@@ -58,7 +70,7 @@ class CheckedApp:
         ]
         self._open_paths = OPEN_PATHS
         if service.config.ui:
-            page = page_routes()
+            page = _page_routes()
             routes += page
             self._open_paths = OPEN_PATHS | {route.path for route in page}
         self._router = Router(routes, redirect_slashes=False)
@@ -140,3 +152,16 @@ def _as_api_error(error: ApiError | HTTPException, scope: Scope) -> ApiError:
     headers = {name.lower(): value for name, value in (error.headers or {}).items()}
     message = f"{path} does not take {method}, only {headers.get('allow', '')}"
     return ApiError(error.status_code, message, code="method_not_allowed", headers=headers)
+
+
+def _page_routes() -> list[Route]:
+    """The page at /: files of this package, sent as they are. All are open: nothing in them is secret."""
+    return [
+        Route(
+            "/" if file.name == PAGE_INDEX else f"/page/{file.name}",
+            Response(file.read_bytes(), media_type=kind, headers=PAGE_HEADERS),
+            methods=["GET"],
+        )
+        for file in files("skipstone.server").joinpath("page").iterdir()
+        if (kind := PAGE_KINDS.get(file.name.rpartition(".")[2]))
+    ]

@@ -89,15 +89,17 @@ def _json(struct: msgspec.Struct, status: int = 200) -> Response:
 
 def complete(service: Service, request: Request, body: requests.CompletionRequest) -> Answer:
     """Go on with prompts."""
+    job = jobs.completion_job(service, body, request.scope)
     _log_request(service, request, body, body.prompt)
-    return Answer(service, CompletionWriter(service, body, jobs.completion_job(service, body, request.scope)))
+    return Answer(service, CompletionWriter(service, body, job))
 
 
 def chat(service: Service, request: Request, body: requests.ChatRequest) -> Answer:
     """Answer a conversation."""
-    _log_request(service, request, body, body.messages)
     tools = tool_use(body, service.tokenizer)
-    return Answer(service, ChatWriter(service, body, jobs.chat_job(service, body, tools, request.scope), tools))
+    job = jobs.chat_job(service, body, tools, request.scope)
+    _log_request(service, request, body, body.messages)
+    return Answer(service, ChatWriter(service, body, job, tools))
 
 
 def _log_request(service: Service, request: Request, body: requests.Sampling, prompt: object) -> None:
