@@ -83,12 +83,7 @@ class EngineThread:
     """Between the event loop, where `submit` is called, and the engine."""
 
     def __init__(
-        self,
-        llm: LLM,
-        max_queue: int,
-        metrics: ServerMetrics,
-        observer: StepObserver,
-        online: OnlineCheck,
+        self, llm: LLM, max_queue: int, metrics: ServerMetrics, observer: StepObserver, online: OnlineCheck
     ) -> None:
         self.llm = llm
         self.capacity = llm.config.max_num_seqs + max_queue

@@ -105,13 +105,7 @@ class ServerMetrics(Collector):
     """Counts what the engine does not, and shows all of it."""
 
     def __init__(
-        self,
-        llm: LLM,
-        model_name: str,
-        prefix: str,
-        observer: StepObserver,
-        online: OnlineCheck,
-        engine: str,
+        self, llm: LLM, model_name: str, prefix: str, observer: StepObserver, online: OnlineCheck, engine: str
     ) -> None:
         self._llm = llm
         self._prefix = prefix

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from skipstone.errors import SkipstoneError
 from skipstone.server.api.errors import ApiError, ClientLeft, from_engine
-from skipstone.server.api.writers import Writer
+from skipstone.server.api.writers import TextWriter, Writer
 from skipstone.server.generation import Delta, Generation
 from skipstone.server.service import Service
 
@@ -44,8 +44,8 @@ class Answer:
         log, writer = scope["log"], self._writer
         try:
             with _watched(generation, receive, self._service.config.request_timeout):
-                if self._job.stream:
-                    await self._stream(generation, send)
+                if isinstance(writer, TextWriter) and self._job.stream:
+                    await self._stream(generation, writer, send)
                 else:
                     deltas = [delta async for ready in _translated(generation) for delta in ready]
                     body = msgspec.json.encode(writer.whole(deltas))
@@ -58,11 +58,11 @@ class Answer:
             if writer.finish_reasons:
                 log.setdefault("finish", "+".join(sorted(set(writer.finish_reasons))))
 
-    async def _stream(self, generation: Generation, send: Send) -> None:
+    async def _stream(self, generation: Generation, writer: TextWriter, send: Send) -> None:
         begun = False
         try:
             async for ready in _translated(generation, self._service.config.keep_alive):
-                events = b"".join([_event(self._writer.event(delta)) for delta in ready]) or KEEP_ALIVE
+                events = b"".join([_event(writer.event(delta)) for delta in ready]) or KEEP_ALIVE
                 if not begun:
                     await send({"type": "http.response.start", "status": 200, "headers": Headers(EVENTS).raw})
                     begun = True
@@ -72,7 +72,7 @@ class Answer:
                 raise
             await send({"type": "http.response.body", "body": b"data: " + error.encode() + b"\n\n"})
             return
-        closing = self._writer.closing()
+        closing = writer.closing()
         await send({"type": "http.response.body", "body": (_event(closing) if closing else b"") + DONE})
 
 

@@ -11,10 +11,7 @@ from starlette.responses import Response
 from skipstone.errors import SkipstoneError
 
 SLOWEST = 10_000  # bytes per second of a body, below which its client is given up
-TYPES = {401: "authentication_error", 408: "timeout", 429: "rate_limit_error", 499: "aborted"} | {
-    500: "server_error",
-    503: "server_error",
-}
+TYPES = {401: "authentication_error", 408: "timeout", 429: "rate_limit_error", 499: "aborted"}
 # How a message of the engine begins when it is about one parameter.
 _PARAMETER = re.compile(r"([a-z_]+)(?:=|\[| contains | cannot be used| needs )")
 
@@ -48,7 +45,8 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.body = ErrorBody(message, TYPES.get(status, "invalid_request_error"), param, code)
+        usual = "server_error" if status >= 500 else "invalid_request_error"
+        self.body = ErrorBody(message, TYPES.get(status, usual), param, code)
         self.headers = dict(headers or {})
 
     def encode(self) -> bytes:

@@ -41,14 +41,6 @@ class Writer:
         """The body of an answer that is sent at once; a delta for every choice, in any order."""
         raise NotImplementedError
 
-    def event(self, delta: Delta) -> msgspec.Struct:
-        """The stream event of a delta."""
-        raise NotImplementedError
-
-    def closing(self) -> msgspec.Struct | None:
-        """The event behind all others, if there is to be one."""
-        raise NotImplementedError
-
     def count(self, delta: Delta) -> None:
         """Take account of a delta."""
         self.completion_tokens += len(delta.token_ids)
@@ -77,7 +69,7 @@ class Writer:
 
 
 class TextWriter(Writer):
-    """Completions and chats. `response` and `chunk`: their bodies, and the events of their streams."""
+    """Completions and chats, which can be streams. `response` and `chunk`: their bodies and events."""
 
     response: type[responses.CompletionResponse | responses.ChatResponse]
     chunk: type[responses.CompletionResponse | responses.ChatChunk]
