@@ -15,7 +15,7 @@ LOWEST_RATE = 0.05  # and so is one under this, whatever was before
 
 
 class Reading(NamedTuple):
-    """Counters at one time."""
+    """The engine's counters of drafts at one time."""
 
     time: float
     steps: int

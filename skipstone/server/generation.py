@@ -141,7 +141,7 @@ class Generation:
             yield ready
 
     def close(self) -> None:
-        """Nobody listens any longer."""
+        """Give up what has not ended; nobody listens any longer."""
         if not self.closed:
             self.closed = True
             self._on_close(self)

@@ -50,7 +50,7 @@ class Server(uvicorn.Server):
         self._drain: Future[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to listen."""
+        """Begin to listen, log that the server is ready, and hear of an engine that was given up."""
         await super().startup(sockets)
         self._loop = loop = asyncio.get_running_loop()
         service = self._service
@@ -62,7 +62,7 @@ class Server(uvicorn.Server):
             note(f'try: curl {self._url}/v1/completions {header} -d \'{{"prompt": "Hello"}}\'')
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal has come."""
+        """Drain at the first signal, abort at the second."""
         if self._drain is None:
             LOG.info(
                 "draining", extra={"signal": signal.Signals(sig).name, "requests": self._service.engine.num_choices}
@@ -98,7 +98,7 @@ class Server(uvicorn.Server):
 
 
 def http_options(service: Service) -> uvicorn.Config:
-    """How a service is served."""
+    """uvicorn's options, with this server's connections and limits."""
     most = room_for_connections(service.engine.capacity)
     patience = service.config.client_timeout
     # The library takes whatever makes a connection, though it says a class.

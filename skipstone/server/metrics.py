@@ -135,23 +135,23 @@ class ServerMetrics(Collector):
         return (self._prefix if metric.peer else OWN_PREFIX) + metric.name
 
     def text(self) -> bytes:
-        """The page."""
+        """The page at /metrics, in Prometheus's text format."""
         return generate_latest(self._registry)
 
     def on_response(self, status: int) -> None:
-        """An HTTP answer has begun."""
+        """Count an HTTP answer by its status."""
         self._responses[str(status)] = self._responses.get(str(status), 0) + 1
 
     # On the engine's thread.
 
     def on_step(self) -> None:
-        """A step has ended."""
+        """Count a step's rows, and read the counters of acceptance."""
         rows, self._rows = self._llm.engine.stats.rows - self._rows, self._llm.engine.stats.rows
         self._histograms["iteration_tokens_total"].observe(rows)
         self.acceptance.observe(time.monotonic(), self._llm.engine.scheduler.stats.speculation)
 
     def on_tokens(self, generation: Generation, choice: Choice, num_tokens: int) -> None:
-        """A choice got tokens."""
+        """Measure the time to a choice's first token, or since its last ones."""
         now, name = time.perf_counter(), choice.request.request_id
         before = self._latest.get(name)
         self._latest[name] = now

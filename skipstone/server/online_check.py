@@ -65,11 +65,11 @@ class OnlineCheck:
             self._copy = RecomputedStep(self._llm.add_copy(request, start, num_tokens), request_id, position, expected)
 
     def forget(self, request: Request) -> None:
-        """A request was aborted."""
+        """Drop the count of a request that was aborted."""
         self._steps.pop(request.request_id, None)
 
     def reset(self) -> None:
-        """Everything that ran is gone."""
+        """Drop all counts and the copy: a failed step has ended everything that ran."""
         self._steps.clear()
         self._copy = None
 

@@ -32,7 +32,7 @@ SOURCE = "0+source"
 
 
 def program_version() -> str:
-    """The installed version."""
+    """The installed version of this package, or what stands for a source folder."""
     try:
         return version("skipstone")
     except PackageNotFoundError:
@@ -122,7 +122,7 @@ class Service:
             raise busy(message, RETRY_S)
 
     def release(self, scope: Scope) -> None:
-        """A request has ended."""
+        """Stop counting the bytes of a request that has ended."""
         self.body_bytes -= scope.get("body_bytes", 0)
 
     async def prepare(self, body: bytes, make: Callable[[bytes], T]) -> T:

@@ -23,7 +23,7 @@ class StepObserver(Observer):
         self._selections: dict[int, Selection] = {}  # of the running step
 
     def begin_step(self) -> None:
-        """A step begins."""
+        """Start the clock of a step's first part."""
         self._last = time.perf_counter()
 
     def on_phase(self, phase: Phase) -> None:
@@ -34,7 +34,7 @@ class StepObserver(Observer):
 
     @property
     def wants_runs(self) -> bool:  # type: ignore[override]
-        """Whether something is traced."""
+        """While a request is traced; steps cannot overlap then."""
         return bool(self._traced)
 
     def begin_trace(self, request: Request) -> None:

@@ -35,7 +35,7 @@ class Answer:
         self._job = writer.job
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Do the work."""
+        """Run the job and send what comes of it."""
         try:
             self._job.grammar = await self._service.make_grammar(self._job.params)
         except SkipstoneError as error:

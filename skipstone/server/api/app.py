@@ -76,7 +76,7 @@ class CheckedApp:
         self._router = Router(routes, redirect_slashes=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
+        """Check a request, route it, answer its errors and log it."""
         if scope["type"] != "http":
             return
         headers, started = Headers(scope=scope), time.perf_counter()

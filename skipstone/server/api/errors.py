@@ -50,11 +50,11 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def encode(self) -> bytes:
-        """The answer's body."""
+        """The body of the answer, as JSON."""
         return msgspec.json.encode(ErrorResponse(self.body))
 
     def response(self) -> Response:
-        """The answer."""
+        """The answer, an ASGI application."""
         return Response(self.encode(), self.status, self.headers, "application/json")
 
 
@@ -83,7 +83,7 @@ def too_slow() -> ApiError:
 
 
 def busy(message: str, wait_s: float) -> ApiError:
-    """Too much is waiting already."""
+    """The error for work beyond the limits; `wait_s`: when to try again."""
     return ApiError(429, message, code="queue_full", headers={"Retry-After": str(max(1, min(60, round(wait_s))))})
 
 

@@ -47,7 +47,7 @@ class Endpoint:
 
     @functools.cached_property
     def body(self) -> type[requests.Body] | None:
-        """What the handler takes."""
+        """The struct that the handler's parameter of this name is; None without one."""
         return get_type_hints(self.handle).get("body")
 
     @property

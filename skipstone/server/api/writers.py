@@ -42,7 +42,7 @@ class Writer:
         raise NotImplementedError
 
     def count(self, delta: Delta) -> None:
-        """Take account of a delta."""
+        """Add a delta to the counts, before it is written."""
         self.completion_tokens += len(delta.token_ids)
         self._drafted += delta.drafted
         self._accepted += delta.accepted
@@ -88,14 +88,14 @@ class TextWriter(Writer):
         self._wants_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
 
     def whole(self, deltas: list[Delta]) -> msgspec.Struct:
-        """All texts."""
+        """The body with all choices."""
         for delta in deltas:
             self.count(delta)
         choices: list[Any] = sorted(map(self._choice, deltas), key=lambda choice: choice.index)
         return self.response(**self._head, choices=choices, usage=self._usage(), metrics=self._metrics())
 
     def event(self, delta: Delta) -> msgspec.Struct:
-        """A piece of one text."""
+        """The stream event of a delta."""
         self.count(delta)
         choices: list[Any] = [self._choice(delta)]
         return self.chunk(**self._head, choices=choices, usage=None if self._wants_usage else UNSET)
