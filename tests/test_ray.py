@@ -30,7 +30,7 @@ ray = pytest.importorskip("ray", reason="the extra ray is not installed")
 from ray.exceptions import RayError  # noqa: E402
 
 from skipstone.server.api.decode import MOST_VALUES  # noqa: E402
-from skipstone.server.ray.front import ATTEMPTS, Front, Work, _prompt, merge_pages  # noqa: E402
+from skipstone.server.ray.proxy import ATTEMPTS, ForwardedRequest, ReplicaProxy, _prompt, merge_pages  # noqa: E402
 
 START = {"type": "http.response.start", "status": 200, "headers": [(b"x-request-id", b"r"), (b"a", b"b")]}
 Script = list[Any]  # messages; an exception is raised in its place
@@ -45,7 +45,7 @@ class Handle:
     def options(self, stream: bool) -> Handle:
         return self
 
-    def remote(self, work: Work) -> Any:
+    def remote(self, work: ForwardedRequest) -> Any:
         self.works.append(work)
         return Stream(self, self.scripts[min(len(self.works), len(self.scripts)) - 1])
 
@@ -88,11 +88,11 @@ def call(handle: Handle, body: bytes = b"{}", leaves: bool = False, **scope: Any
         sent.append(message)
 
     usual = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": []}
-    asyncio.run(Front(handle, None, 40)(usual | scope, receive, send))
+    asyncio.run(ReplicaProxy(handle, None, 40)(usual | scope, receive, send))
     return sent
 
 
-class TestFront:
+class TestReplicaProxy:
     def test_messages_pass(self) -> None:
         rest = [{"type": "http.response.body", "body": text, "more_body": text != b"b"} for text in (b"a", b"b")]
         handle = Handle([START, *rest])
@@ -127,7 +127,7 @@ class TestFront:
         sent: list[Any] = []
         handle = Handle([START])
         scope = {"type": "http", "method": "POST", "path": "/", "query_string": b"", "headers": []}
-        asyncio.run(Front(handle, None, 4000, patience=0.1)(scope, receive, send))
+        asyncio.run(ReplicaProxy(handle, None, 4000, patience=0.1)(scope, receive, send))
         assert sent[0]["status"] == 408 and json.loads(sent[1]["body"])["error"]["code"] == "request_timeout"
         assert handle.works == []
 

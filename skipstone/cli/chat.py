@@ -7,10 +7,11 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from threading import Event
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from skipstone.cli.model import check_drafts, check_engine, check_grammars, open_model
+from skipstone.cli.model import check_engine, check_params, open_model
 from skipstone.cli.options import Command, Settings
 from skipstone.cli.output import cut_short, note, speculation_line
 from skipstone.cli.prompts import read_vocab_size
@@ -27,26 +28,21 @@ HELP = """/reset  forget the conversation
 Ctrl-C stops an answer; twice in a row it ends the program. Other lines are sent to the model."""
 
 
-class Interrupts:
-    """Ctrl-C during an answer: the first asks it to stop between two steps, the second ends the program."""
+@contextmanager
+def counted_interrupts() -> Iterator[Event]:
+    """The first Ctrl-C in the block sets the event, to stop an answer between steps; the second ends the program."""
+    requested = Event()
 
-    def __init__(self) -> None:
-        self.requested = False
-
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Count Ctrl-C instead of raising it, until the block ends."""
-        self.requested = False
-        before = signal.signal(signal.SIGINT, self._on_signal)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if requested.is_set():
             raise KeyboardInterrupt
-        self.requested = True
+        requested.set()
+
+    before = signal.signal(signal.SIGINT, on_signal)
+    try:
+        yield requested
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class Conversation:
@@ -58,7 +54,6 @@ class Conversation:
         self.stats = stats
         self.start = [{"role": "system", "content": system}] if system else []
         self.messages = list(self.start)
-        self.interrupts = Interrupts()
 
     def reset(self) -> None:
         """Back to the first message."""
@@ -72,25 +67,23 @@ class Conversation:
         messages = [*self.messages, {"role": "user", "content": text}]
         answer = ""
         remark, spoken = None, None
-        with self.interrupts.watched():
-            # Closing the stream aborts what is left of the request.
-            events = self.llm.stream_chat(messages, self.params)
-            with closing(events):
-                for event in events:
-                    answer += event.text
-                    print(event.text, end="", flush=True)
-                    if event.output is not None:
-                        spoken = event.output.outputs[0]
-                        remark = spoken.error or cut_short(self.llm, [event.output])
-                    if self.interrupts.requested:
-                        break
+        # Closing the stream aborts what is left of the request.
+        with counted_interrupts() as interrupted, closing(self.llm.stream_chat(messages, self.params)) as events:
+            for event in events:
+                answer += event.text
+                print(event.text, end="", flush=True)
+                if event.output is not None:
+                    spoken = event.output.outputs[0]
+                    remark = spoken.error or cut_short(self.llm, [event.output])
+                if interrupted.is_set():
+                    break
         print(flush=True)
         if remark:
             note(remark)
         if self.stats and spoken is not None and spoken.speculation is not None:
             note(f"speculation, {self.llm.proposer}: {speculation_line(spoken.speculation)}")
         self.messages = [*messages, {"role": "assistant", "content": answer}]
-        return not self.interrupts.requested
+        return not interrupted.is_set()
 
 
 def run(args: argparse.Namespace, settings: Settings) -> int:
@@ -98,8 +91,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     config, params = settings.engine_config(), settings.sampling_params()
     folder = check_engine(config)
     params.validate(read_vocab_size(folder) or 2**31)
-    check_drafts(config, [params])
-    check_grammars(folder, [params])
+    check_params(config, folder, [params])
     if settings.values["n"] != 1:
         raise RequestError(f"n={settings.values['n']} has no meaning in a conversation; leave --n out")
     with open_model(settings, args.quiet) as (llm, resolved):

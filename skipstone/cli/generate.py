@@ -8,16 +8,9 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 from typing import TYPE_CHECKING
 
-from skipstone.cli.model import check_drafts, check_engine, check_grammars, open_model
+from skipstone.cli.model import check_engine, check_params, open_model
 from skipstone.cli.options import Command, Settings
-from skipstone.cli.output import (
-    Results,
-    check_writable,
-    cut_short,
-    note,
-    show_card,
-    stats_rows,
-)
+from skipstone.cli.output import Results, check_writable, cut_short, note, show_card, stats_rows
 from skipstone.cli.prompts import Prompt, check_sampling, read_prompts, read_vocab_size
 from skipstone.config import EngineConfig
 from skipstone.core.request import SamplingParams
@@ -39,8 +32,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
         check_writable(args.json)
     params = [settings.sampling_params(prompt.overrides) for prompt in prompts]
     check_sampling(prompts, params, read_vocab_size(folder))
-    check_drafts(config, params)
-    check_grammars(folder, params)
+    check_params(config, folder, params)
     with open_model(settings, args.quiet) as (llm, resolved):
         params = [resolved.sampling_params(prompt.overrides) for prompt in prompts]
         inputs = [encoded(llm, prompt) for prompt in prompts]

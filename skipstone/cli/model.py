@@ -66,8 +66,11 @@ def check_engine(config: EngineConfig) -> Path:
     return folder
 
 
-def check_drafts(config: EngineConfig, params: Sequence[SamplingParams]) -> None:
-    """Raise RequestError for more drafts than the spec names; what it leaves to the model is known with the model."""
+def check_params(config: EngineConfig, folder: Path, params: Sequence[SamplingParams]) -> None:
+    """Raise RequestError for more drafts than the spec names, and for a grammar that the tokenizer cannot follow.
+
+    What the spec leaves to the model is known with the model.
+    """
     spec, _ = asked_spec(config)
     most = 0 if spec.method == "off" else spec.k
     for chosen in params:
@@ -76,10 +79,6 @@ def check_drafts(config: EngineConfig, params: Sequence[SamplingParams]) -> None
                 f"num_speculative_tokens={chosen.num_speculative_tokens} is more than the {most} of "
                 f"spec={config.spec!r}; start it with a larger k in --spec"
             )
-
-
-def check_grammars(folder: Path, params: Sequence[SamplingParams]) -> None:
-    """Raise RequestError for a schema, an expression or a grammar that cannot be used with the model's tokenizer."""
     wanted = [chosen for chosen in params if chosen.structured_output is not None]
     if not wanted:
         return

@@ -148,10 +148,11 @@ class Parser(argparse.ArgumentParser):
         takes_model = any("model" in options_of(struct) for struct in self.command.options)
         if len(words) > takes_model:
             raise ConfigError(f"unexpected argument {words[takes_model]!r}; usage: {self.usage}")
-        if words and vars(args).setdefault(_PREFIX + "model", words[0]) is None:
+        if words:
+            flagged = vars(args).get(_PREFIX + "model")
+            if flagged not in (None, words[0]):
+                raise ConfigError(f"two models: {words[0]} and --model {flagged}; keep one")
             vars(args)[_PREFIX + "model"] = words[0]
-        elif words and vars(args)[_PREFIX + "model"] != words[0]:
-            raise ConfigError(f"two models: {words[0]} and --model {vars(args)[_PREFIX + 'model']}; keep one")
         return args
 
     def flags(self) -> list[str]:

@@ -19,11 +19,11 @@ import msgspec
 from skipstone.cli.options import DEFAULT, Settings
 from skipstone.config import options_of
 from skipstone.core.request import SamplingParams
+from skipstone.core.speculation import SpeculationStats
 from skipstone.errors import ConfigError
 
 if TYPE_CHECKING:
     from skipstone.cli.prompts import Prompt
-    from skipstone.core.speculation import SpeculationStats
     from skipstone.llm import LLM
     from skipstone.outputs import CompletionOutput, RequestOutput
 
@@ -79,7 +79,9 @@ def result_object(output: RequestOutput, choice: CompletionOutput, request_id: s
     if choice.logprobs is not None:
         result["logprobs"] = choice.logprobs
     if choice.speculation is not None:
-        result["speculation"] = speculation_object(choice.speculation)
+        stats = choice.speculation
+        derived = {"acceptance_length": stats.acceptance_length, "acceptance_rates": stats.acceptance_rates}
+        result["speculation"] = msgspec.structs.asdict(stats) | derived
     if output.prompt_logprobs is not None:
         result["prompt_logprobs"] = output.prompt_logprobs
     return result
@@ -183,12 +185,6 @@ def cut_short(llm: LLM, outputs: Sequence[RequestOutput]) -> str | None:
     return f"{what} ended at the length limit (finish_reason length); {'; '.join(parts)}"
 
 
-def speculation_object(stats: SpeculationStats) -> dict[str, Any]:
-    """The counters and what follows from them, for JSON."""
-    derived = {"acceptance_length": stats.acceptance_length, "acceptance_rates": stats.acceptance_rates}
-    return msgspec.structs.asdict(stats) | derived
-
-
 def speculation_line(stats: SpeculationStats) -> str:
     """Acceptance in words: mean tokens per verify step, then the share of drafts kept at each position."""
     if not stats.steps:
@@ -197,12 +193,6 @@ def speculation_line(stats: SpeculationStats) -> str:
     length = f"{stats.acceptance_length:.2f} tokens per verify step"
     text = f"{length}; {stats.accepted} of {stats.drafted} drafts accepted, by position {rates}"
     return "SIMULATED acceptance, the text means nothing: " + text if stats.simulated else text
-
-
-def totals(parts: Sequence[SpeculationStats | None]) -> SpeculationStats | None:
-    """The sum of several requests' counters; None when none of them speculated."""
-    given = [part for part in parts if part is not None]
-    return functools.reduce(lambda a, b: a.plus(b), given) if given else None
 
 
 def stats_rows(
@@ -221,7 +211,8 @@ def stats_rows(
         if longest > 1 and total > first:
             decode.append((longest - 1) / (total - first))
     rates = {"prefill, per request": prefill, "decode, per request": decode}
-    speculation = totals([choice.speculation for output in outputs for choice in output.outputs])
+    drafts = [choice.speculation for output in outputs for choice in output.outputs if choice.speculation is not None]
+    speculation = functools.reduce(SpeculationStats.plus, drafts) if drafts else None
     used, blocks = int(stats["cache_blocks_used"]), int(stats["cache_blocks_total"])
     return [
         ("prompt tokens", f"{prompt_tokens}, of which {int(stats['prefix_hit_tokens'])} came from the prefix cache"),

@@ -14,7 +14,12 @@ from skipstone.config import options_of, unknown_option
 from skipstone.core.request import SamplingParams
 from skipstone.errors import ConfigError, RequestError
 
-PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
+# What a line may give as its prompt: the field of Prompt that takes it, its type, and what is allowed.
+PROMPT_KEYS: dict[str, tuple[str, Any, str]] = {
+    "prompt": ("text", str, "text"),
+    "prompt_token_ids": ("token_ids", list[int], "a list of token ids"),
+    "messages": ("messages", list[dict[str, Any]], "a list of {role, content} objects"),
+}
 LABELS = ("id", "kind", "reference")  # of a line; the last two are for its reader
 HEADING_LENGTH = 80
 _ANY_VOCABULARY = 2**31
@@ -130,23 +135,12 @@ def _read_object(request_id: str, source: str, line: str) -> Prompt:
         found = " and ".join(given) if given else "none of them"
         raise ConfigError(f"{source}: give exactly one of {', '.join(PROMPT_KEYS)}; found {found}")
     overrides = {key: known[key].check(value, source) for key, value in raw.items() if key in known}
-    return Prompt(
-        str(raw.get("id", request_id)),
-        source,
-        _typed(raw, "prompt", str, "text", source),
-        _typed(raw, "prompt_token_ids", list[int], "a list of token ids", source),
-        _typed(raw, "messages", list[dict[str, Any]], "a list of {role, content} objects", source),
-        overrides,
-    )
-
-
-def _typed(raw: dict[str, Any], key: str, kind: Any, allowed: str, source: str) -> Any:
-    if key not in raw:
-        return None
+    name, kind, allowed = PROMPT_KEYS[given[0]]
     try:
-        return msgspec.convert(raw[key], kind)
+        content = {name: msgspec.convert(raw[given[0]], kind)}
     except msgspec.ValidationError:
-        raise ConfigError(f"{source}: {key}={raw[key]!r:.60} must be {allowed}") from None
+        raise ConfigError(f"{source}: {given[0]}={raw[given[0]]!r:.60} must be {allowed}") from None
+    return Prompt(str(raw.get("id", request_id)), source, overrides=overrides, **content)
 
 
 def _decode(content: bytes, name: str) -> str:

@@ -14,8 +14,8 @@ FALL = 0.5  # a recent rate under this share of the earlier one is a collapse
 LOWEST_RATE = 0.05  # and so is one under this, whatever was before
 
 
-class Totals(NamedTuple):
-    """Counters at one time."""
+class Reading(NamedTuple):
+    """The engine's counters of drafts at one time."""
 
     time: float
     steps: int
@@ -27,14 +27,14 @@ class AcceptanceWatch:
     """Looks at the engine's counters after every step; keeps a reading per second."""
 
     def __init__(self) -> None:
-        self._readings: deque[Totals] = deque([Totals(float("-inf"), 0, 0, 0)])
+        self._readings: deque[Reading] = deque([Reading(float("-inf"), 0, 0, 0)])
         self._now = self._readings[0]
 
     def observe(self, now: float, stats: SpeculationStats) -> None:
         """Take a reading if the last one is a second old."""
         if now - self._now.time < INTERVAL_S:
             return
-        self._now = Totals(now, stats.steps, stats.drafted, stats.accepted)
+        self._now = Reading(now, stats.steps, stats.drafted, stats.accepted)
         self._readings.append(self._now)
         while len(self._readings) > 1 and self._readings[1].time <= now - WINDOW_S:
             self._readings.popleft()

@@ -12,14 +12,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 from skipstone.core.request import FinishReason
 from skipstone.errors import RequestError, SkipstoneError
 from skipstone.llm import LLM
 from skipstone.outputs import StreamEvent
 from skipstone.server.api.errors import busy, engine_failed, unavailable
-from skipstone.server.generation import Delta, Generation, Job, Origin, PromptFacts
+from skipstone.server.generation import Delta, Generation, Job, Origin
+from skipstone.server.metrics import ServerMetrics
 from skipstone.server.online_check import OnlineCheck
 from skipstone.server.step_observer import StepObserver
 from skipstone.session import Choice, Session
@@ -30,123 +30,81 @@ LONGEST_STEP_S = 30.0
 USUAL_SECONDS = 1.0  # a request's time before any has ended
 
 
-class Watcher(Protocol):
-    """Told of what happens, on the engine's thread."""
-
-    def before_step(self) -> None:
-        """A step begins."""
-
-    def on_step(self) -> None:
-        """A step has ended."""
-
-    def on_tokens(self, generation: Generation, choice: Choice, num_tokens: int) -> None:
-        """A choice got tokens."""
-
-    def on_end(self, generation: Generation, choice: Choice) -> None:
-        """A choice has ended, or was aborted."""
-
-
-class Tally:
-    """Where the tokens of one choice came from, since it was last asked."""
-
-    def __init__(self) -> None:
-        self.origins: list[Origin] = []
-        self.drafted: list[int] = []
-        self.accepted: list[int] = []
-        self._seen = 0  # drafts counted so far
-
-    def count(self, choice: Choice, num_tokens: int) -> None:
-        """Add the choice's latest step, of which `num_tokens` tokens were kept."""
-        request = choice.request
-        drafted = request.speculation.drafted - self._seen
-        self._seen += drafted
-        accepted = min(request.num_accepted, num_tokens)
-        rest: Origin = "target" if not drafted else "recovered" if accepted < drafted else "bonus"
-        self.origins += ["accepted"] * accepted
-        self.origins += [rest] * (num_tokens - accepted)
-        if drafted:
-            self.drafted.append(drafted)
-            self.accepted.append(accepted)
-
-    def move_to(self, delta: Delta) -> None:
-        """Hand over what was counted."""
-        delta.origins, delta.drafted, delta.accepted = self.origins, self.drafted, self.accepted
-        self.origins, self.drafted, self.accepted = [], [], []
-
-
-class Run:
-    """One prompt of a job in the engine."""
+class RunningPrompt:
+    """One prompt of a job in the engine, and for each of its choices what has yet to be handed over."""
 
     def __init__(self, generation: Generation, session: Session, first_index: int) -> None:
         self.generation = generation
         self.session = session
-        self.first_index = first_index
-        self.announced = False
         self.unfinished = len(session.choices)
-        self.tallies = [Tally() for _ in session.choices]
+        self._announced = False
+        self._deltas = [Delta(index=first_index + i) for i in range(self.unfinished)]
+        self._drafts_seen = [0] * self.unfinished
 
     def delta(self, event: StreamEvent, eos_token_ids: frozenset[int]) -> Delta | None:
         """The event as the handler wants it; None when it wants whole choices and this one goes on."""
-        job, choice, tally = self.generation.job, self.session.choices[event.index], self.tallies[event.index]
+        job, choice, delta = self.generation.job, self.session.choices[event.index], self._deltas[event.index]
         if job.origins:
-            tally.count(choice, len(event.token_ids))
+            self._add_origins(delta, choice, len(event.token_ids))
         if not (job.stream or event.finished):
             return None
-        delta = Delta(index=self.first_index + event.index, text=event.text, token_ids=event.token_ids)
-        if not job.stream:
-            delta.text, delta.token_ids = choice.text, choice.token_ids
+        self._deltas[event.index] = Delta(index=delta.index)
+        new = event if job.stream else choice
+        delta.text, delta.token_ids = new.text, new.token_ids
         if job.params.logprobs is not None:
             end = len(choice.token_ids)
             delta.logprobs = choice.request.logprobs[end - len(delta.token_ids) : end]
-        if job.origins:
-            tally.move_to(delta)
         if event.finished:
             output = choice.output()
             delta.finish_reason, delta.speculation = output.finish_reason, output.speculation
             # An ordinary end of text needs no explanation.
             ended = output.stop_reason in eos_token_ids and output.stop_reason not in job.params.stop_token_ids
             delta.stop_reason = None if ended else output.stop_reason
-        if not self.announced:
-            self.announced = True
-            output_so_far = self.session.output()
-            delta.prompt = PromptFacts(
-                num_cached_tokens=output_so_far.num_cached_tokens, logprobs=output_so_far.prompt_logprobs
-            )
+        if not self._announced:
+            self._announced = True
+            so_far = self.session.output()
+            delta.num_cached_tokens, delta.prompt_logprobs = so_far.num_cached_tokens, so_far.prompt_logprobs
         return delta
+
+    def _add_origins(self, delta: Delta, choice: Choice, num_tokens: int) -> None:
+        """Where the tokens of the choice's latest step came from, of which `num_tokens` were kept."""
+        drafted = choice.request.speculation.drafted - self._drafts_seen[choice.index]
+        self._drafts_seen[choice.index] += drafted
+        accepted = min(choice.request.num_accepted, num_tokens)
+        rest: Origin = "target" if not drafted else "recovered" if accepted < drafted else "bonus"
+        delta.origins += ["accepted"] * accepted
+        delta.origins += [rest] * (num_tokens - accepted)
+        if drafted:
+            delta.drafted.append(drafted)
+            delta.accepted.append(accepted)
 
 
 class EngineThread:
     """Between the event loop, where `submit` is called, and the engine."""
 
     def __init__(
-        self,
-        llm: LLM,
-        max_queue: int,
-        watcher: Watcher,
-        on_death: Callable[[str], None],
-        observer: StepObserver,
-        online: OnlineCheck | None = None,
+        self, llm: LLM, max_queue: int, metrics: ServerMetrics, observer: StepObserver, online: OnlineCheck
     ) -> None:
         self.llm = llm
         self.capacity = llm.config.max_num_seqs + max_queue
         self.dead: str | None = None
         """Why the engine was given up."""
+        self.on_death: Callable[[str], object] = lambda reason: None
+        """Told so, on the engine's thread."""
         self.num_choices = 0
         """Choices that have not ended."""
         self._usual_seconds = USUAL_SECONDS
-        self._watcher = watcher
-        self._on_death = on_death
+        self._metrics = metrics
         self._observer = observer
         self._online = online
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._runs: dict[str, Run] = {}
-        self._unstarted: dict[str, Run] = {}  # those that no step has worked on yet
+        self._runs: dict[str, RunningPrompt] = {}
         self._failures = 0
         self._open: set[Generation] = set()
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
 
     def start(self) -> None:
-        """Begin to work."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -226,39 +184,31 @@ class EngineThread:
     def _add(self, generation: Generation) -> None:
         if generation.closed:
             return
+        job, runs = generation.job, list[RunningPrompt]()
         if self.dead is not None:
-            _post(generation.loop, generation.fail, engine_failed(generation.job.request_id))
+            _fail(generation, engine_failed(job.request_id))
             return
-        job, runs = generation.job, []
         try:
             for i, prompt in enumerate(job.prompts):
                 session = self.llm.add(prompt, job.params, job.prediction, job.cache_salt)
                 if job.trace:
                     self._observer.begin_trace(session.choices[0].request)
-                runs.append(Run(generation, session, i * job.params.n))
-        except SkipstoneError as error:
-            self._withdraw(runs)
-            _post(generation.loop, generation.fail, error)
-        except Exception:
-            LOG.exception("request could not be added", extra={"request_id": job.request_id})
-            self._withdraw(runs)
-            _post(generation.loop, generation.fail, engine_failed(job.request_id))
+                runs.append(RunningPrompt(generation, session, i * job.params.n))
+        except Exception as error:
+            for run in runs:
+                self._drop(run)
+            if not isinstance(error, SkipstoneError):
+                LOG.exception("request could not be added", extra={"request_id": job.request_id})
+                error = engine_failed(job.request_id)
+            _fail(generation, error)
         else:
-            added = {run.session.session_id: run for run in runs}
-            self._runs |= added
-            self._unstarted |= added
+            self._runs |= {run.session.session_id: run for run in runs}
 
-    def _withdraw(self, runs: list[Run]) -> None:
-        for run in runs:
-            self._drop(run)
-
-    def _drop(self, run: Run) -> None:
+    def _drop(self, run: RunningPrompt) -> None:
         self.llm.abort(run.session.session_id)
-        self._unstarted.pop(run.session.session_id, None)
         for choice in run.session.choices:
             self._observer.end_trace(choice.request)
-            if self._online is not None:
-                self._online.forget(choice.request)
+            self._online.forget(choice.request)
 
     def _abort(self, generation: Generation) -> None:
         runs = [run for run in self._runs.values() if run.generation is generation]
@@ -267,10 +217,10 @@ class EngineThread:
             self._drop(run)
             del self._runs[run.session.session_id]
             for choice in running:
-                self._watcher.on_end(generation, choice)
+                self._metrics.on_end(generation, choice)
 
     def _step(self) -> None:
-        self._watcher.before_step()
+        self._observer.begin_step()
         begun = time.perf_counter()
         try:
             events = self.llm.step()
@@ -280,46 +230,43 @@ class EngineThread:
             self._failed(error)
         else:
             self._failures = 0
-            self._watcher.on_step()
+            self._metrics.on_step()
 
     def _note_starts(self, begun: float) -> None:
         """For the first step that has worked on a request."""
-        for name, run in list(self._unstarted.items()):
-            if any(choice.request.finished or choice.request.num_computed_tokens for choice in run.session.choices):
-                del self._unstarted[name]
-                run.generation.timing.started = run.generation.timing.started or begun
+        for run in self._runs.values():
+            requests, timing = [choice.request for choice in run.session.choices], run.generation.timing
+            if timing.started is None and any(one.finished or one.num_computed_tokens for one in requests):
+                timing.started = begun
 
     def _hand_back(self, events: list[StreamEvent]) -> None:
         now = time.perf_counter()
-        outgoing: dict[asyncio.AbstractEventLoop, list[tuple[Generation, Delta]]] = {}
-        failed: list[tuple[Generation, str]] = []
+        outgoing: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
         for event in events:
-            if self._online is not None and self._online.take(event):
+            if self._online.take(event):
                 continue
             run = self._runs[event.request_id]
             generation, choice = run.generation, run.session.choices[event.index]
             timing = generation.timing
             timing.first_token = timing.first_token or now
-            self._watcher.on_tokens(generation, choice, len(event.token_ids))
-            if self._online is not None:
-                self._online.on_tokens(choice.request, len(event.token_ids), generation.job.request_id)
+            self._metrics.on_tokens(generation, choice, len(event.token_ids))
+            self._online.on_tokens(choice.request, len(event.token_ids), generation.job.request_id)
             if event.finished:
                 timing.end = now
                 run.unfinished -= 1
-                self._watcher.on_end(generation, choice)
+                self._metrics.on_end(generation, choice)
             delta = run.delta(event, self.llm.eos_token_ids)
             if delta is not None and generation.job.trace:
                 delta.reads = self._observer.end_trace(choice.request)
+            calls = outgoing.setdefault(generation.loop, [])
             if choice.request.error is not None:
-                failed.append((generation, choice.request.error))
+                calls.append(functools.partial(generation.fail, RequestError(choice.request.error)))
             elif delta is not None:
-                outgoing.setdefault(generation.loop, []).append((generation, delta))
+                calls.append(functools.partial(generation.take, delta))
             if run.unfinished == 0:
                 del self._runs[event.request_id]
-        for loop, deltas in outgoing.items():
-            _post(loop, _deliver, deltas)
-        for generation, error in failed:
-            _post(generation.loop, generation.fail, RequestError(error))
+        for loop, calls in outgoing.items():
+            _post(loop, calls)
 
     def _failed(self, error: Exception) -> None:
         """A step has raised: what ran is lost, the engine goes on unless it fails again and again."""
@@ -332,28 +279,30 @@ class EngineThread:
         except Exception as broken:
             LOG.error("the engine's books are wrong after a failed step", exc_info=broken)
             self._failures = MOST_FAILURES
-        if self._online is not None:
-            self._online.reset()
+        self._online.reset()
         for run in runs.values():
             self._drop(run)
-            generation = run.generation
-            _post(generation.loop, generation.fail, engine_failed(generation.job.request_id))
+            _fail(run.generation, engine_failed(run.generation.job.request_id))
             for choice in run.session.choices:
                 if choice.request.finish_reason is FinishReason.ABORT:
-                    self._watcher.on_end(generation, choice)
+                    self._metrics.on_end(run.generation, choice)
         if self._failures >= MOST_FAILURES and self.dead is None:
             self.dead = f"{type(error).__name__} in {self._failures} steps in a row; the log has the tracebacks"
-            self._on_death(self.dead)
+            self.on_death(self.dead)
 
 
-def _deliver(deltas: list[tuple[Generation, Delta]]) -> None:
-    for generation, delta in deltas:
-        generation.take(delta)
+def _fail(generation: Generation, error: Exception) -> None:
+    _post(generation.loop, [functools.partial(generation.fail, error)])
 
 
-def _post(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *arguments: object) -> None:
-    """Call on the loop; a loop that has ended has nobody who waits."""
+def _post(loop: asyncio.AbstractEventLoop, calls: list[Callable[[], None]]) -> None:
+    """Make the calls on the loop; a loop that has ended has nobody who waits."""
+
+    def make_calls() -> None:
+        for call in calls:
+            call()
+
     try:
-        loop.call_soon_threadsafe(call, *arguments)
+        loop.call_soon_threadsafe(make_calls)
     except RuntimeError:
         LOG.debug("an event loop ended before its requests")

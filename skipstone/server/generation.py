@@ -1,4 +1,4 @@
-"""What one HTTP request has asked of the engine, as its handler sees it: an iterator of new text.
+"""What one HTTP request has asked of the engine, as its handler sees it: new text whenever there is some.
 
 Lives on the event loop. The engine's thread only makes the deltas, and hands them over through the loop.
 """
@@ -19,14 +19,22 @@ from skipstone.core.speculation import SpeculationStats
 Origin = Literal["accepted", "recovered", "bonus", "target"]
 
 
+class Timing(msgspec.Struct, kw_only=True):
+    """Clock readings of one job, time.perf_counter()."""
+
+    arrival: float = 0.0
+    started: float | None = None
+    first_token: float | None = None
+    end: float | None = None
+
+
 class Job(msgspec.Struct, kw_only=True):
     """Prompts that share their parameters. `prediction`: tokens that the answers are expected to contain.
 
-    `owner`: which of the server's keys the request carried, None where none is asked for.
-
-    `stream`: a delta for every step of a choice, else one at its end. `origins`: say where each token came from.
-    `names`: what the API calls the engine's parameters, for messages. `trace`: tell what was read for the only token.
-    `grammar`: held so that the engine's thread need not make it.
+    `owner`: which of the server's keys the request carried, None where none is asked for. `stream`: a delta for every
+    step of a choice, else one at its end. `origins`: say where each token came from. `names`: what the API calls the
+    engine's parameters, for messages. `trace`: tell what was read for the only token. `grammar`: held so that the
+    engine's thread need not make it.
     """
 
     request_id: str
@@ -40,6 +48,7 @@ class Job(msgspec.Struct, kw_only=True):
     names: dict[str, str] = {}
     trace: bool = False
     grammar: object = None
+    timing: Timing = msgspec.field(default_factory=Timing)
 
     @property
     def num_choices(self) -> int:
@@ -52,17 +61,19 @@ class Delta(msgspec.Struct, kw_only=True):
 
     `origins`: for each token, an accepted draft, the target's choice instead of a rejected draft, the bonus after
     drafts that were all accepted, or the target's in a step without drafts. `drafted` and `accepted`: drafts in each of
-    its verify steps. The first delta of a prompt has `prompt`, the last of a choice has `finish_reason`.
+    its verify steps. A prompt's first delta has `num_cached_tokens` and `prompt_logprobs`, a choice's last has
+    `finish_reason`.
     """
 
     index: int
-    text: str
-    token_ids: list[int]
+    text: str = ""
+    token_ids: list[int] = []
     logprobs: list[TokenLogprobs] | None = None
     origins: list[Origin] = []
     drafted: list[int] = []
     accepted: list[int] = []
-    prompt: PromptFacts | None = None
+    num_cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     speculation: SpeculationStats | None = None
@@ -77,29 +88,14 @@ class LayerRead(msgspec.Struct, kw_only=True):
     selected: list[list[int]]
 
 
-class PromptFacts(msgspec.Struct, kw_only=True):
-    """What running a prompt has shown."""
-
-    num_cached_tokens: int
-    logprobs: list[TokenLogprobs | None] | None = None
-
-
-class Timing(msgspec.Struct, kw_only=True):
-    """Clock readings of one job, time.perf_counter()."""
-
-    arrival: float
-    started: float | None = None
-    first_token: float | None = None
-    end: float | None = None
-
-
 class Generation:
     """The deltas of one job. Whoever iterates must `close` it, which aborts what has not ended."""
 
     def __init__(self, job: Job, on_close: Callable[[Generation], None]) -> None:
         self.job = job
         self.loop = asyncio.get_running_loop()
-        self.timing = Timing(arrival=time.perf_counter())
+        self.timing = job.timing
+        self.timing.arrival = time.perf_counter()
         self.closed = False
         self._on_close = on_close
         self._unfinished = job.num_choices
@@ -124,12 +120,11 @@ class Generation:
         """Whether every choice has come to its end."""
         return self._unfinished == 0
 
-    def __aiter__(self) -> AsyncIterator[list[Delta]]:
-        """All that has come since the last turn, a list at a time. Raises what `fail` was given."""
-        return self.ready(None)
-
     async def ready(self, patience: float | None) -> AsyncIterator[list[Delta]]:
-        """The same; an empty list whenever nothing has come for so many seconds."""
+        """All that has come since the last turn, a list at a time; an empty one after so many seconds without news.
+
+        Raises what `fail` was given.
+        """
         while self._deltas or not self.finished:
             if not self._deltas:
                 if self._error is not None:
@@ -146,7 +141,7 @@ class Generation:
             yield ready
 
     def close(self) -> None:
-        """Nobody listens any longer."""
+        """Give up what has not ended; nobody listens any longer."""
         if not self.closed:
             self.closed = True
             self._on_close(self)

@@ -28,7 +28,7 @@ def room_for_connections(capacity: int) -> int:
     return max(min(max(MOST_CONNECTIONS, 2 * capacity), free), 1)
 
 
-class Warnings:
+class LimitedWarnings:
     """A line in the log for what may happen a thousand times: at most one in a while, with their number."""
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Warnings:
         self._last: dict[str, float] = {}
 
     def add(self, event: str, **fields: Any) -> None:
-        """It has happened."""
+        """Count the event; log it unless that was done in the last seconds."""
         self._counts[event] = self._counts.get(event, 0) + 1
         now = time.monotonic()
         if now - self._last.get(event, -BETWEEN_WARNINGS_S) >= BETWEEN_WARNINGS_S:
@@ -51,7 +51,9 @@ class Connection(HttpToolsProtocol):
     while the client takes nothing of its answer.
     """
 
-    def __init__(self, *arguments: Any, most: int, patience: float | None, warnings: Warnings, **options: Any) -> None:
+    def __init__(
+        self, *arguments: Any, most: int, patience: float | None, warnings: LimitedWarnings, **options: Any
+    ) -> None:
         super().__init__(*arguments, **options)
         self._most = most
         self._patience = patience
@@ -95,7 +97,7 @@ class Connection(HttpToolsProtocol):
         return self.cycle is not None and self.cycle.response_complete
 
     def data_received(self, data: bytes) -> None:
-        """Bytes have come."""
+        """Take bytes from the client; close when they are too many without being a request."""
         self._heard = self.loop.time()
         self._received += len(data)
         self._unread += len(data)
@@ -107,12 +109,12 @@ class Connection(HttpToolsProtocol):
             self._give_up(ApiError(431, message, code="headers_too_large"))
 
     def on_message_begin(self) -> None:
-        """A request begins."""
+        """Start the clock of a request."""
         super().on_message_begin()
         self._start_clock()
 
     def on_headers_complete(self) -> None:
-        """The headers are there."""
+        """Note in the request's scope whether there are too many connections."""
         self._unread = 0
         self.scope["crowded"] = len(self.connections) > self._most  # type: ignore[typeddict-unknown-key]
         super().on_headers_complete()
@@ -129,20 +131,20 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
 
     def pause_writing(self) -> None:
-        """The client takes nothing."""
+        """The client reads nothing of its answer: it has so much time until it must."""
         super().pause_writing()
         if self._patience is not None and self._stall is None:
             self._stall = self.loop.call_later(self._patience, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """It does again."""
+        """The client reads again."""
         super().resume_writing()
         if self._stall is not None:
             self._stall.cancel()
             self._stall = None
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP."""
+        """Refuse bytes that are no HTTP request."""
         self._give_up(ApiError(400, msg, code="invalid_http"))
 
     def _start_clock(self) -> None:

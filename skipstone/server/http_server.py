@@ -13,6 +13,7 @@ import gc
 import logging
 import signal
 import socket
+from concurrent.futures import Future
 from types import FrameType
 from typing import Any
 
@@ -23,7 +24,7 @@ from skipstone.llm import LLM
 from skipstone.server.api.app import make_app
 from skipstone.server.api.errors import unavailable
 from skipstone.server.config import ServerConfig
-from skipstone.server.http_connection import Connection, Warnings, room_for_connections
+from skipstone.server.http_connection import Connection, LimitedWarnings, room_for_connections
 from skipstone.server.log import set_up
 from skipstone.server.service import Service
 from skipstone.server.step_observer import StepObserver
@@ -45,15 +46,15 @@ class Server(uvicorn.Server):
         self._url = url
         self._quiet = quiet
         self._service = service
-        self._drain: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._drain: Future[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to listen."""
+        """Begin to listen, log that the server is ready, and hear of an engine that was given up."""
         await super().startup(sockets)
-        loop = asyncio.get_running_loop()
-        self._service.death = loop.create_future()
-        self._service.death.add_done_callback(lambda death: self._end_broken(death.result()))
+        self._loop = loop = asyncio.get_running_loop()
         service = self._service
+        service.engine.on_death = lambda reason: loop.call_soon_threadsafe(self._end_broken, reason)
         facts = {"model": service.name, "proposer": service.proposer, "k": service.llm.engine.speculation.k}
         LOG.info("ready", extra={"url": self._url, "context": service.max_model_len} | facts)
         if not self._quiet:
@@ -61,24 +62,19 @@ class Server(uvicorn.Server):
             note(f'try: curl {self._url}/v1/completions {header} -d \'{{"prompt": "Hello"}}\'')
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal has come."""
+        """Drain at the first signal, abort at the second."""
         if self._drain is None:
             LOG.info(
                 "draining", extra={"signal": signal.Signals(sig).name, "requests": self._service.engine.num_choices}
             )
             self._service.draining = True
-            loop = self._service.death.get_loop() if self._service.death else None
-            if loop is None:
+            if self._loop is None:
                 self.should_exit = True
             else:
-                loop.call_soon_threadsafe(self._begin_drain)
+                self._drain = asyncio.run_coroutine_threadsafe(self._wait_and_end(), self._loop)
         else:
             self.exit_code = SIGNAL_BASE + sig
             self._abort()
-
-    def _begin_drain(self) -> None:
-        if self._drain is None:
-            self._drain = asyncio.ensure_future(self._wait_and_end())
 
     async def _wait_and_end(self) -> None:
         timeout = self._service.config.shutdown_timeout
@@ -102,11 +98,11 @@ class Server(uvicorn.Server):
 
 
 def http_options(service: Service) -> uvicorn.Config:
-    """How a service is served."""
+    """uvicorn's options, with this server's connections and limits."""
     most = room_for_connections(service.engine.capacity)
     patience = service.config.client_timeout
     # The library takes whatever makes a connection, though it says a class.
-    http: Any = functools.partial(Connection, most=most, patience=patience, warnings=Warnings())
+    http: Any = functools.partial(Connection, most=most, patience=patience, warnings=LimitedWarnings())
     return uvicorn.Config(
         make_app(service),
         loop="uvloop",

@@ -15,11 +15,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
-from skipstone.core.observer import Observer, Phase
 from skipstone.llm import LLM
 from skipstone.server.acceptance import AcceptanceWatch
 from skipstone.server.generation import Generation
 from skipstone.server.online_check import OnlineCheck
+from skipstone.server.step_observer import StepObserver
 from skipstone.session import Choice
 
 OWN_PREFIX = "skipstone_"
@@ -101,44 +101,18 @@ METRICS = (
 BY_NAME = {metric.name: metric for metric in METRICS}
 
 
-class PhaseClock(Observer):
-    """Seconds spent in each part of the steps."""
-
-    wants_runs = False
-
-    def __init__(self) -> None:
-        self.seconds: dict[Phase, float] = {"target": 0.0, "verify": 0.0, "draft": 0.0}
-        self._last = 0.0
-
-    def begin(self) -> None:
-        """A step begins."""
-        self._last = time.perf_counter()
-
-    def on_phase(self, phase: Phase) -> None:
-        """Count the time since the part before."""
-        now = time.perf_counter()
-        self.seconds[phase] += now - self._last
-        self._last = now
-
-
 class ServerMetrics(Collector):
     """Counts what the engine does not, and shows all of it."""
 
     def __init__(
-        self,
-        llm: LLM,
-        model_name: str,
-        prefix: str,
-        clock: PhaseClock | None = None,
-        online: OnlineCheck | None = None,
-        engine: str = "0",
+        self, llm: LLM, model_name: str, prefix: str, observer: StepObserver, online: OnlineCheck, engine: str
     ) -> None:
         self._llm = llm
         self._prefix = prefix
         self._labels = {"model_name": model_name, "engine": engine}
-        self._clock = clock or PhaseClock()
+        self._observer = observer
         self._online = online
-        self._watch = AcceptanceWatch()
+        self.acceptance = AcceptanceWatch()
         self.prompt_tokens = 0
         """Prompt tokens of the choices that got a first token."""
         self._rows = 0
@@ -161,37 +135,23 @@ class ServerMetrics(Collector):
         return (self._prefix if metric.peer else OWN_PREFIX) + metric.name
 
     def text(self) -> bytes:
-        """The page."""
+        """The page at /metrics, in Prometheus's text format."""
         return generate_latest(self._registry)
 
-    @property
-    def phase_seconds(self) -> dict[Phase, float]:
-        """Time spent in each part of the steps."""
-        return self._clock.seconds
-
-    @property
-    def recent_acceptance_length(self) -> float | None:
-        """Tokens per verify step over the last minute."""
-        return self._watch.recent_length
-
     def on_response(self, status: int) -> None:
-        """An HTTP answer has begun."""
+        """Count an HTTP answer by its status."""
         self._responses[str(status)] = self._responses.get(str(status), 0) + 1
 
     # On the engine's thread.
 
-    def before_step(self) -> None:
-        """A step begins."""
-        self._clock.begin()
-
     def on_step(self) -> None:
-        """A step has ended."""
+        """Count a step's rows, and read the counters of acceptance."""
         rows, self._rows = self._llm.engine.stats.rows - self._rows, self._llm.engine.stats.rows
         self._histograms["iteration_tokens_total"].observe(rows)
-        self._watch.observe(time.monotonic(), self._llm.engine.scheduler.stats.speculation)
+        self.acceptance.observe(time.monotonic(), self._llm.engine.scheduler.stats.speculation)
 
     def on_tokens(self, generation: Generation, choice: Choice, num_tokens: int) -> None:
-        """A choice got tokens."""
+        """Measure the time to a choice's first token, or since its last ones."""
         now, name = time.perf_counter(), choice.request.request_id
         before = self._latest.get(name)
         self._latest[name] = now
@@ -255,13 +215,13 @@ class ServerMetrics(Collector):
             "spec_decode_num_accepted_tokens_per_pos": _numbered(speculation.accepted_per_position),
             "steps": engine.stats.steps,
             "late_compilations": engine.late_compilations,
-            **{f"{phase}_seconds": seconds for phase, seconds in self._clock.seconds.items()},
+            **{f"{phase}_seconds": seconds for phase, seconds in self._observer.seconds.items()},
             "acceptance_length": speculation.acceptance_length or 1.0,
-            "recent_acceptance_length": self._watch.recent_length or 1.0,
-            "acceptance_collapsed": self._watch.collapsed,
+            "recent_acceptance_length": self.acceptance.recent_length or 1.0,
+            "acceptance_collapsed": self.acceptance.collapsed,
             "prefix_hit_rate": found / looked_up if looked_up else 0.0,
-            "online_checks": self._online.checks if self._online else 0,
-            "online_mismatches": self._online.mismatches if self._online else 0,
+            "online_checks": self._online.checks,
+            "online_mismatches": self._online.mismatches,
             "http_responses": dict(self._responses),
         }
 

@@ -20,7 +20,7 @@ from skipstone.session import Session
 LOG = logging.getLogger("skipstone.online")
 
 
-class Copy(msgspec.Struct):
+class RecomputedStep(msgspec.Struct):
     """A step that is computed again, and what must come out."""
 
     session: Session
@@ -33,27 +33,22 @@ class Copy(msgspec.Struct):
 class OnlineCheck:
     """One copy at a time: a step that is due meanwhile waits for the first verify step after it has ended."""
 
-    def __init__(self, llm: LLM, every: int) -> None:
-        """Raises ConfigError where the text without drafts is not known to be the same."""
-        speculation, config = llm.engine.speculation, llm.config
-        if speculation.proposer is None:
-            raise ConfigError(f"online={every} has no verify steps to check, as spec={config.spec!r} makes no drafts")
-        if not config.exact:
-            raise ConfigError(f"online={every} and exact=false cannot be combined: bits depend on the batch then")
-        if speculation.verifier.rule != "exact" or speculation.simulated:
-            raise ConfigError(
-                f"online={every} needs verification=exact and no simulated acceptance: the text depends on drafts then"
-            )
+    def __init__(self, llm: LLM, every: int | None) -> None:
+        """`every` None: no step is checked. Raises ConfigError where the text without drafts may be another one."""
+        if every is not None:
+            _check_exact(llm, every)
         self.checks = 0
         self.mismatches = 0
         self._llm = llm
         self._every = every
         self._since = 0  # verify steps since the last that was chosen
         self._steps: dict[str, int] = {}  # verify steps of each running request
-        self._copy: Copy | None = None
+        self._copy: RecomputedStep | None = None
 
     def on_tokens(self, request: Request, num_tokens: int, request_id: str) -> None:
         """A request has got tokens in a step."""
+        if self._every is None:
+            return
         steps = request.speculation.steps
         verified = steps > self._steps.get(request.request_id, 0)
         if request.finished:
@@ -67,14 +62,14 @@ class OnlineCheck:
             self._since = 0
             start = len(request.token_ids) - num_tokens
             expected, position = request.token_ids[start:], start - request.num_prompt_tokens
-            self._copy = Copy(self._llm.add_copy(request, start, num_tokens), request_id, position, expected)
+            self._copy = RecomputedStep(self._llm.add_copy(request, start, num_tokens), request_id, position, expected)
 
     def forget(self, request: Request) -> None:
-        """A request was aborted."""
+        """Drop the count of a request that was aborted."""
         self._steps.pop(request.request_id, None)
 
     def reset(self) -> None:
-        """Everything that ran is gone."""
+        """Drop all counts and the copy: a failed step has ended everything that ran."""
         self._steps.clear()
         self._copy = None
 
@@ -91,7 +86,7 @@ class OnlineCheck:
             self._judge(copy)
         return True
 
-    def _judge(self, copy: Copy) -> None:
+    def _judge(self, copy: RecomputedStep) -> None:
         self.checks += 1
         if copy.got == copy.expected:
             return
@@ -101,4 +96,16 @@ class OnlineCheck:
         LOG.error(
             "a verify step gave other tokens than a computation without drafts",
             extra={"request_id": copy.request_id, "position": first, "tokens": len(copy.expected)},
+        )
+
+
+def _check_exact(llm: LLM, every: int) -> None:
+    speculation, config = llm.engine.speculation, llm.config
+    if speculation.proposer is None:
+        raise ConfigError(f"online={every} has no verify steps to check, as spec={config.spec!r} makes no drafts")
+    if not config.exact:
+        raise ConfigError(f"online={every} and exact=false cannot be combined: bits depend on the batch then")
+    if speculation.verifier.rule != "exact" or speculation.simulated:
+        raise ConfigError(
+            f"online={every} needs verification=exact and no simulated acceptance: the text depends on drafts then"
         )

@@ -5,26 +5,23 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 from starlette.types import Scope
 
 from skipstone.core.request import SamplingParams
-from skipstone.errors import RequestError
 from skipstone.llm import LLM
 from skipstone.server.api.errors import ApiError, bad_request, busy, unavailable
-from skipstone.server.api.requests import Message
 from skipstone.server.api.responses import ServerStats
 from skipstone.server.config import ServerConfig
 from skipstone.server.engine_thread import EngineThread
 from skipstone.server.metrics import ServerMetrics
 from skipstone.server.online_check import OnlineCheck
 from skipstone.server.step_observer import StepObserver
-from skipstone.text.messages import plain_messages as plain
 from skipstone.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -35,7 +32,7 @@ SOURCE = "0+source"
 
 
 def program_version() -> str:
-    """The installed version."""
+    """The installed version of this package, or what stands for a source folder."""
     try:
         return version("skipstone")
     except PackageNotFoundError:
@@ -45,27 +42,25 @@ def program_version() -> str:
 class Service:
     """One model behind one server."""
 
-    def __init__(self, llm: LLM, config: ServerConfig, observer: StepObserver | None = None, engine: str = "0") -> None:
+    def __init__(self, llm: LLM, config: ServerConfig, observer: StepObserver, engine: str = "0") -> None:
         """`engine`: which of several replicas this is, for the metrics."""
         self.llm = llm
+        self._observer = observer
         self.config = config
         self.name = config.served_model_name or llm.folder.name
         self.names = {self.name, llm.config.model} if config.served_model_name is None else {self.name}
-        self.created = self.now()
+        self.created = int(time.time())
         self._started = time.perf_counter()
         digest = hashlib.sha256(msgspec.json.encode(llm.config)).hexdigest()
         self.fingerprint = f"skipstone-{program_version()}-{digest[:8]}"
         self.draining = False
-        observer = observer or StepObserver()
-        online = OnlineCheck(llm, config.online) if config.online is not None else None
+        online = OnlineCheck(llm, config.online)
         self.metrics = ServerMetrics(llm, self.name, config.metrics_prefix, observer, online, engine)
-        self.engine = EngineThread(llm, config.max_queue, self.metrics, self._engine_died, observer, online)
-        self._grammar_maker = ThreadPoolExecutor(1, "grammar")  # a costly one holds up its like alone
+        self.engine = EngineThread(llm, config.max_queue, self.metrics, observer, online)
+        self._grammar_executor = ThreadPoolExecutor(1, "grammars")  # a costly one holds up its like alone
         self.body_bytes = 0
         """Bytes of the bodies of all requests under way; see `hold`."""
-        self._beside = ThreadPoolExecutor(1, "beside")  # one at a time: each may take a hundred times its bytes
-        self.death: asyncio.Future[str] | None = None
-        """Set by whoever wants to know that the engine was given up."""
+        self._body_executor = ThreadPoolExecutor(1, "bodies")  # one at a time: each may take a hundred times its bytes
 
     @property
     def max_model_len(self) -> int:
@@ -75,8 +70,7 @@ class Service:
     @property
     def proposer(self) -> str:
         """The name of what drafts, or "off"."""
-        proposer = self.llm.engine.speculation.proposer
-        return proposer.needs.name if proposer else "off"
+        return self.llm.proposer or "off"
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -84,11 +78,6 @@ class Service:
         if self.llm.tokenizer is None:
             raise bad_request(f"{self.name} has no tokenizer.json, so prompts must be token ids", "prompt")
         return self.llm.tokenizer
-
-    @staticmethod
-    def now() -> int:
-        """Seconds since 1970."""
-        return int(time.time())
 
     def check_open(self) -> None:
         """Raise ApiError unless new work is taken."""
@@ -100,12 +89,8 @@ class Service:
     def check_model(self, name: str | None) -> None:
         """Raise ApiError when another model than the served one is named."""
         if name is not None and name not in self.names:
-            raise ApiError(
-                404,
-                f"model={name!r:.200} is not served here, only {self.name!r}",
-                param="model",
-                code="model_not_found",
-            )
+            message = f"model={name!r:.200} is not served here, only {self.name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
 
     def token_text(self, token_id: int) -> str:
         """Text of a token in the middle of a text; none without a tokenizer."""
@@ -117,7 +102,7 @@ class Service:
 
     def start_grammars(self) -> None:
         """Begin to read the vocabulary for grammars, so that the first who asks for one need not wait for it."""
-        self._grammar_maker.submit(self.llm.prepare_grammar, SamplingParams(choice=["a"]))
+        self._grammar_executor.submit(self.llm.prepare_grammar, SamplingParams(choice=["a"]))
 
     async def make_grammar(self, params: SamplingParams) -> object | None:
         """What LLM.prepare_grammar returns, made beside the event loop. Raises SkipstoneError."""
@@ -125,7 +110,7 @@ class Service:
         if known is not None or params.structured_output is None:
             return known
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._grammar_maker, self.llm.prepare_grammar, params)
+        return await loop.run_in_executor(self._grammar_executor, self.llm.prepare_grammar, params)
 
     def hold(self, scope: Scope, size: int) -> None:
         """Count bytes of a request's body, until `release`. Raises ApiError when all requests have too many."""
@@ -137,7 +122,7 @@ class Service:
             raise busy(message, RETRY_S)
 
     def release(self, scope: Scope) -> None:
-        """A request has ended."""
+        """Stop counting the bytes of a request that has ended."""
         self.body_bytes -= scope.get("body_bytes", 0)
 
     async def prepare(self, body: bytes, make: Callable[[bytes], T]) -> T:
@@ -145,7 +130,7 @@ class Service:
         try:
             if len(body) < LARGE_BODY:
                 return make(body)
-            return await asyncio.get_running_loop().run_in_executor(self._beside, make, body)
+            return await asyncio.get_running_loop().run_in_executor(self._body_executor, make, body)
         except RecursionError:
             raise bad_request("the body is nested too deeply; make it flatter", code="invalid_json") from None
 
@@ -165,22 +150,7 @@ class Service:
             drafted_per_position=list(speculation.drafted_per_position),
             accepted_per_position=list(speculation.accepted_per_position),
             acceptance_length=speculation.acceptance_length,
-            recent_acceptance_length=metrics.recent_acceptance_length,
-            **{f"{phase}_seconds": round(seconds, 6) for phase, seconds in metrics.phase_seconds.items()},
+            recent_acceptance_length=metrics.acceptance.recent_length,
+            **{f"{phase}_seconds": round(seconds, 6) for phase, seconds in self._observer.seconds.items()},
             uptime_seconds=round(time.perf_counter() - self._started, 3),
         )
-
-    def _engine_died(self, reason: str) -> None:
-        death = self.death
-        if death is not None:
-            death.get_loop().call_soon_threadsafe(death.set_result, reason)
-
-
-def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages as templates know them. Raises ApiError naming the field that makes no sense."""
-    try:
-        return plain([msgspec.to_builtins(message) for message in messages])
-    except RequestError as error:
-        path, _, rest = str(error).partition(" ")
-        code = "missing_required_parameter" if rest.startswith("is missing") else "invalid_value"
-        raise bad_request(str(error), path, code) from None

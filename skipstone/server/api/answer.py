@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import msgspec
+from starlette.datastructures import Headers
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from skipstone.errors import SkipstoneError
-from skipstone.server.api.errors import ApiError, ClientLeft, from_engine, timed_out
-from skipstone.server.api.writers import Writer
-from skipstone.server.generation import Delta, Generation, Job, Timing
+from skipstone.server.api.errors import ApiError, ClientLeft, from_engine
+from skipstone.server.api.writers import TextWriter, Writer
+from skipstone.server.generation import Delta, Generation
 from skipstone.server.service import Service
 
-JSON = (b"content-type", b"application/json")
-EVENTS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # proxies shall pass events on at once
-]
+EVENTS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",  # proxies shall pass events on at once
+}
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": waiting\n\n"  # clients pass over it; proxies see that the connection is alive
 
@@ -29,45 +29,42 @@ KEEP_ALIVE = b": waiting\n\n"  # clients pass over it; proxies see that the conn
 class Answer:
     """An ASGI application that answers one request. Errors before the first byte are raised, later ones are events."""
 
-    def __init__(self, service: Service, job: Job, writer: Callable[[Timing], Writer], closing: bool) -> None:
-        """`closing`: whether a stream ends with the token counts."""
+    def __init__(self, service: Service, writer: Writer) -> None:
         self._service = service
-        self._job = job
-        self._make_writer = writer
-        self._closing = closing
+        self._writer = writer
+        self._job = writer.job
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Do the work."""
+        """Run the job and send what comes of it."""
+        try:
+            self._job.grammar = await self._service.make_grammar(self._job.params)
+        except SkipstoneError as error:
+            raise from_engine(error, self._job.names) from None
         generation = self._service.engine.submit(self._job)
-        writer = self._make_writer(generation.timing)
+        log, writer = scope["log"], self._writer
         try:
             with _watched(generation, receive, self._service.config.request_timeout):
-                if self._job.stream:
+                if isinstance(writer, TextWriter) and self._job.stream:
                     await self._stream(generation, writer, send)
                 else:
-                    await self._whole(generation, writer, send)
+                    deltas = [delta async for ready in _translated(generation) for delta in ready]
+                    body = msgspec.json.encode(writer.whole(deltas))
+                    await Response(body, media_type="application/json")(scope, receive, send)
         except ClientLeft:
-            scope["log"]["finish"] = "client left"
+            log["finish"] = "client left"
         finally:
             generation.close()
-            _note(scope["log"], writer)
+            log["prompt_tokens"], log["completion_tokens"] = writer.prompt_tokens, writer.completion_tokens
+            if writer.finish_reasons:
+                log.setdefault("finish", "+".join(sorted(set(writer.finish_reasons))))
 
-    async def _whole(self, generation: Generation, writer: Writer, send: Send) -> None:
-        deltas: list[Delta] = []
-        async for ready in _translated(generation):
-            deltas += ready
-        body = msgspec.json.encode(writer.whole(deltas))
-        headers = [JSON, (b"content-length", str(len(body)).encode())]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
-
-    async def _stream(self, generation: Generation, writer: Writer, send: Send) -> None:
+    async def _stream(self, generation: Generation, writer: TextWriter, send: Send) -> None:
         begun = False
         try:
             async for ready in _translated(generation, self._service.config.keep_alive):
                 events = b"".join([_event(writer.event(delta)) for delta in ready]) or KEEP_ALIVE
                 if not begun:
-                    await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
+                    await send({"type": "http.response.start", "status": 200, "headers": Headers(EVENTS).raw})
                     begun = True
                 await send({"type": "http.response.body", "body": events, "more_body": True})
         except ApiError as error:
@@ -75,35 +72,20 @@ class Answer:
                 raise
             await send({"type": "http.response.body", "body": b"data: " + error.encode() + b"\n\n"})
             return
-        end = (_event(writer.closing()) if self._closing else b"") + DONE
-        await send({"type": "http.response.body", "body": end})
+        closing = writer.closing()
+        await send({"type": "http.response.body", "body": (_event(closing) if closing else b"") + DONE})
 
 
-class Feed:
-    """An ASGI application: an event every so many seconds, until the client leaves or the server ends."""
+def periodic_events(service: Service, make: Callable[[], msgspec.Struct], seconds: float) -> StreamingResponse:
+    """An event every so many seconds, until the client leaves or the server ends."""
 
-    def __init__(self, make: Callable[[], msgspec.Struct], seconds: float) -> None:
-        self._make = make
-        self._seconds = seconds
+    async def events() -> AsyncIterator[bytes]:
+        while not service.draining:
+            yield _event(make())
+            await asyncio.sleep(seconds)
+        yield DONE
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send events."""
-        await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
-        leaving = asyncio.create_task(_left(receive))
-        try:
-            while not leaving.done() and not scope["app"].service.draining:
-                await send({"type": "http.response.body", "body": _event(self._make()), "more_body": True})
-                await asyncio.wait([leaving], timeout=self._seconds)
-            if not leaving.done():
-                await send({"type": "http.response.body", "body": DONE})
-        finally:
-            leaving.cancel()
-
-
-async def _left(receive: Receive) -> None:
-    """Returns when the client leaves."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    return StreamingResponse(events(), headers=EVENTS)
 
 
 def _event(struct: msgspec.Struct) -> bytes:
@@ -120,28 +102,21 @@ async def _translated(generation: Generation, patience: float | None = None) -> 
 
 
 @contextlib.contextmanager
-def _watched(generation: Generation, receive: Receive, timeout: float | None) -> Any:
+def _watched(generation: Generation, receive: Receive, timeout: float | None) -> Iterator[None]:
     """Fail the generation when the client leaves or time is over."""
-    watch = asyncio.create_task(_wait_for_leave(generation, receive))
-    timer = None
+
+    async def wait_for_leave() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        generation.fail(ClientLeft())
+
+    watch: list[asyncio.Task[None] | asyncio.TimerHandle] = [asyncio.create_task(wait_for_leave())]
     if timeout is not None:
-        timer = generation.loop.call_later(timeout, lambda: generation.fail(timed_out(timeout)))
+        message = f"the request took longer than {timeout:g} seconds and was given up"
+        error = ApiError(408, message, code="request_timeout")
+        watch.append(generation.loop.call_later(timeout, generation.fail, error))
     try:
         yield
     finally:
-        watch.cancel()
-        if timer is not None:
-            timer.cancel()
-
-
-async def _wait_for_leave(generation: Generation, receive: Receive) -> None:
-    await _left(receive)
-    generation.fail(ClientLeft())
-
-
-def _note(log: dict[str, Any], writer: Writer) -> None:
-    """For the line in the log."""
-    totals = writer.totals
-    log["prompt_tokens"], log["completion_tokens"] = totals.prompt_tokens, totals.completion_tokens
-    if totals.finish_reasons:
-        log.setdefault("finish", "+".join(sorted(set(totals.finish_reasons))))
+        for one in watch:
+            one.cancel()

@@ -1,4 +1,4 @@
-"""The HTTP application: keys, request ids, the log line of every request, and every error in one shape."""
+"""The HTTP application: keys, request ids, the log line of every request, every error in one shape, the page at /."""
 
 from __future__ import annotations
 
@@ -8,31 +8,42 @@ import logging
 import re
 import secrets
 import time
+from importlib.resources import files
 from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from skipstone.server.api.errors import ApiError, ClientLeft, engine_failed, unavailable
-from skipstone.server.api.routes import ENDPOINTS, Endpoint, unknown_address
+from skipstone.server.api.routes import ENDPOINTS
 from skipstone.server.api.schema import openapi
-from skipstone.server.page_files import page_routes
 from skipstone.server.service import Service, program_version
 
 LOG = logging.getLogger("skipstone.http")
 OPEN_PATHS = frozenset(endpoint.path for endpoint in ENDPOINTS if endpoint.is_open)
 QUIET_PATHS = OPEN_PATHS | {"/metrics", "/v1/stats"}  # asked for every few seconds, so not logged
 LONGEST_PATH = 200  # of which the log shows
+PAGE_INDEX = "index.html"
+PAGE_KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
+PAGE_HEADERS = {
+    "cache-control": "no-cache",
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; "
+        "form-action 'none'; frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+}
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
 def make_app(service: Service) -> ASGIApp:
     """The application of a service whose engine runs."""
-    app: ASGIApp = Gate(service)
+    app: ASGIApp = CheckedApp(service)
     origins = service.config.cors_origins
     if origins:
         app = CORSMiddleware(
@@ -41,8 +52,8 @@ def make_app(service: Service) -> ASGIApp:
     return app
 
 
-class Gate:
-    """What every request passes."""
+class CheckedApp:
+    """The routes, behind the checks that every request passes."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
@@ -50,24 +61,22 @@ class Gate:
         self._keys = [key.encode() for key in service.config.api_keys]
         self._hosts = {host.lower() for host in service.config.hosts}
         routes = [
-            Route(endpoint.path.replace("{model}", "{model:path}"), self._endpoint(endpoint), methods=[endpoint.method])
+            Route(
+                endpoint.path.replace("{model}", "{model:path}"),
+                functools.partial(endpoint.answer, service),
+                methods=[endpoint.method],
+            )
             for endpoint in ENDPOINTS
         ]
         self._open_paths = OPEN_PATHS
         if service.config.ui:
-            page = page_routes()
+            page = _page_routes()
             routes += page
             self._open_paths = OPEN_PATHS | {route.path for route in page}
         self._router = Router(routes, redirect_slashes=False)
 
-    def _endpoint(self, endpoint: Endpoint) -> Any:
-        async def handle(request: Request) -> ASGIApp:
-            return await endpoint.handle(self.service, request)
-
-        return handle
-
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
+        """Check a request, route it, answer its errors and log it."""
         if scope["type"] != "http":
             return
         headers, started = Headers(scope=scope), time.perf_counter()
@@ -86,10 +95,10 @@ class Gate:
         except ClientLeft:
             pass
         except (ApiError, HTTPException) as error:
-            await self._refuse(_as_api_error(error, scope), sender, log)
+            await self._refuse(_as_api_error(error, scope), scope, receive, sender)
         except Exception:
             LOG.exception("request failed", extra={"request_id": request_id})
-            await self._refuse(engine_failed(request_id), sender, log)
+            await self._refuse(engine_failed(request_id), scope, receive, sender)
         finally:
             self.service.release(scope)
             log["ms"] = round((time.perf_counter() - started) * 1000, 1)
@@ -102,11 +111,9 @@ class Gate:
         name = host.rpartition(":")[0] if re.search(r":\d*$", host) else host
         if not name or "*" in self._hosts or name.lower() in self._hosts or scope["path"] in OPEN_PATHS:
             return
-        raise ApiError(
-            403,
-            f"{name[:200]!r} is not a name of this server; start it with --allowed-host {name[:200]} if it should be",
-            code="host_not_allowed",
-        )
+        name = name[:200]
+        message = f"{name!r} is not a name of this server; start it with --allowed-host {name} if it should be"
+        raise ApiError(403, message, code="host_not_allowed")
 
     def _check_key(self, scope: Scope, headers: Headers) -> int | None:
         """Which of the keys was sent; None where none is needed."""
@@ -116,13 +123,8 @@ class Gate:
         # All keys are compared, so that the time taken does not tell which one was near.
         matches = [hmac.compare_digest(key.strip().encode("latin-1", "replace"), known) for known in self._keys]
         if scheme.lower() != "bearer" or not any(matches):
-            raise ApiError(
-                401,
-                "the API key is missing or wrong; send it as Authorization: Bearer KEY",
-                type="authentication_error",
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
+            message = "the API key is missing or wrong; send it as Authorization: Bearer KEY"
+            raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         return matches.index(True)
 
     async def _send(self, send: Send, log: dict[str, Any], message: Message) -> None:
@@ -134,29 +136,32 @@ class Gate:
             message["headers"] = [*message.get("headers", ()), request_id]
         await send(message)
 
-    async def _refuse(self, error: ApiError, send: Send, log: dict[str, Any]) -> None:
-        log["error"] = error.body.code
-        if "status" in log:  # the answer has begun; cutting it off is all that is left
-            return
-        body = error.encode()
-        headers = {"content-type": "application/json", "content-length": str(len(body))} | error.headers
-        raw = [(name.lower().encode(), value.encode("latin-1", "replace")) for name, value in headers.items()]
-        await send({"type": "http.response.start", "status": error.status, "headers": raw})
-        await send({"type": "http.response.body", "body": body})
+    async def _refuse(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["log"]["error"] = error.body.code
+        if "status" not in scope["log"]:  # else the answer has begun; cutting it off is all that is left
+            await error.response()(scope, receive, send)
 
 
 def _as_api_error(error: ApiError | HTTPException, scope: Scope) -> ApiError:
     """The router's own errors in the API's shape."""
     if isinstance(error, ApiError):
         return error
-    method, path = scope["method"], scope["path"]
+    method, path = scope["method"], scope["path"][:LONGEST_PATH]
     if error.status_code == 404:
-        return unknown_address(method, path)
-    headers = dict(error.headers or {})
-    allowed = headers.get("Allow", headers.get("allow", ""))
-    return ApiError(
-        error.status_code,
-        f"{path[:200]} does not take {method}, only {allowed}",
-        code="method_not_allowed",
-        headers=headers,
-    )
+        return ApiError(404, f"there is no {method} {path}; /openapi.json lists what there is", code="not_found")
+    headers = {name.lower(): value for name, value in (error.headers or {}).items()}
+    message = f"{path} does not take {method}, only {headers.get('allow', '')}"
+    return ApiError(error.status_code, message, code="method_not_allowed", headers=headers)
+
+
+def _page_routes() -> list[Route]:
+    """The page at /: files of this package, sent as they are. All are open: nothing in them is secret."""
+    return [
+        Route(
+            "/" if file.name == PAGE_INDEX else f"/page/{file.name}",
+            Response(file.read_bytes(), media_type=kind, headers=PAGE_HEADERS),
+            methods=["GET"],
+        )
+        for file in files("skipstone.server").joinpath("page").iterdir()
+        if (kind := PAGE_KINDS.get(file.name.rpartition(".")[2]))
+    ]

@@ -28,9 +28,8 @@ async def read_body(request: Request, service: Service) -> bytes:
     """The request's body, JSON by its own account. Raises ApiError; ClientLeft when the client does not wait."""
     media = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if media != "application/json" and not media.endswith("+json"):
-        raise ApiError(
-            415, f"content-type is {media or 'missing'}; send application/json", code="unsupported_media_type"
-        )
+        message = f"content-type is {media or 'missing'}; send application/json"
+        raise ApiError(415, message, code="unsupported_media_type")
     limit = service.config.max_body_bytes
     message = f"the body is longer than {limit} bytes; shorten it, or start the server with a larger --max-body-bytes"
     too_long = ApiError(413, message, code="body_too_large")

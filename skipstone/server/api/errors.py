@@ -6,11 +6,12 @@ import re
 from collections.abc import Mapping
 
 import msgspec
+from starlette.responses import Response
 
 from skipstone.errors import SkipstoneError
 
 SLOWEST = 10_000  # bytes per second of a body, below which its client is given up
-INVALID = "invalid_request_error"
+TYPES = {401: "authentication_error", 408: "timeout", 429: "rate_limit_error", 499: "aborted"}
 # How a message of the engine begins when it is about one parameter.
 _PARAMETER = re.compile(r"([a-z_]+)(?:=|\[| contains | cannot be used| needs )")
 
@@ -38,19 +39,23 @@ class ApiError(Exception):
         status: int,
         message: str,
         *,
-        type: str = INVALID,
+        code: str,
         param: str | None = None,
-        code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.body = ErrorBody(message, type, param, code)
+        usual = "server_error" if status >= 500 else "invalid_request_error"
+        self.body = ErrorBody(message, TYPES.get(status, usual), param, code)
         self.headers = dict(headers or {})
 
     def encode(self) -> bytes:
-        """The answer's body."""
+        """The body of the answer, as JSON."""
         return msgspec.json.encode(ErrorResponse(self.body))
+
+    def response(self) -> Response:
+        """The answer, an ASGI application."""
+        return Response(self.encode(), self.status, self.headers, "application/json")
 
 
 class ClientLeft(Exception):  # noqa: N818 (nobody is there to be told)
@@ -72,42 +77,22 @@ def from_engine(error: SkipstoneError, names: Mapping[str, str]) -> ApiError:
     return bad_request(name + text[len(match[1]) :], param=name)
 
 
-def timed_out(seconds: float) -> ApiError:
-    """A request that took longer than the server allows."""
-    return ApiError(
-        408,
-        f"the request took longer than {seconds:g} seconds and was given up",
-        type="timeout",
-        code="request_timeout",
-    )
-
-
 def too_slow() -> ApiError:
     """A client that takes too long to send its request."""
-    return ApiError(408, "the request was not sent in time", type="timeout", code="request_timeout")
-
-
-def aborted() -> ApiError:
-    """A request that somebody has ended by its id."""
-    return ApiError(499, "the request was ended by /abort", type="aborted", code="aborted")
+    return ApiError(408, "the request was not sent in time", code="request_timeout")
 
 
 def busy(message: str, wait_s: float) -> ApiError:
-    """Too much is waiting already."""
-    headers = {"Retry-After": str(max(1, min(60, round(wait_s))))}
-    return ApiError(429, message, type="rate_limit_error", code="queue_full", headers=headers)
+    """The error for work beyond the limits; `wait_s`: when to try again."""
+    return ApiError(429, message, code="queue_full", headers={"Retry-After": str(max(1, min(60, round(wait_s))))})
 
 
 def unavailable(message: str, code: str) -> ApiError:
     """The server is starting, ending or broken."""
-    return ApiError(503, message, type="server_error", code=code, headers={"Retry-After": "5"})
+    return ApiError(503, message, code=code, headers={"Retry-After": "5"})
 
 
 def engine_failed(request_id: str) -> ApiError:
     """A fault of ours; the log has the rest."""
-    return ApiError(
-        500,
-        f"the server failed on this request; its log has more under {request_id}",
-        type="server_error",
-        code="engine_error",
-    )
+    message = f"the server failed on this request; its log has more under {request_id}"
+    return ApiError(500, message, code="engine_error")

@@ -2,44 +2,56 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+
+import msgspec
+from starlette.types import Scope
 
 from skipstone.core.request import SamplingParams
 from skipstone.errors import SkipstoneError
-from skipstone.server.api.errors import ApiError, bad_request, from_engine
-from skipstone.server.api.requests import ChatRequest, CompletionRequest, Content, Sampling, TemplateRequest
+from skipstone.server.api import requests
+from skipstone.server.api.errors import bad_request, from_engine
 from skipstone.server.api.structured import Constraint, constraint
 from skipstone.server.api.tools import ToolUse
 from skipstone.server.generation import Job
-from skipstone.server.service import Service, plain_messages
+from skipstone.server.service import Service
 
 COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; the engine ends a text where the context does
+# How the tokenizer's messages begin that are about one field, and what they say; else the caller knows the field.
+_PATH = re.compile(r"chat_template_kwargs|messages\[\d+\]\.\S+")
+_CODES = {
+    "has no chat template": "missing_chat_template",
+    "the context holds": "context_length_exceeded",
+    " is missing": "missing_required_parameter",
+}
 API_NAMES = {name: name for name in SamplingParams.__struct_fields__} | {"num_speculative_tokens": "speculation.k"}
 
 
-def completion_job(service: Service, body: CompletionRequest, request_id: str) -> Job:
+def completion_job(service: Service, body: requests.CompletionRequest, scope: Scope) -> Job:
     """The job of a /v1/completions body. Raises ApiError."""
     prompts = _read_prompts(service, body)
     wanted: dict[str, Any] = {"logprobs": body.logprobs}
     if body.echo and body.logprobs is not None:
         wanted["prompt_logprobs"] = body.logprobs
-    asked = constraint(body)
-    return _job(service, body, request_id, prompts, body.max_tokens, COMPLETION_TOKENS, wanted, asked)
+    wanted["max_tokens"] = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    _check_lengths(service, prompts, body.max_tokens, "prompt")
+    return _job(service, body, scope, prompts, wanted, constraint(body))
 
 
-def chat_job(service: Service, body: ChatRequest, tools: ToolUse | None, request_id: str) -> Job:
+def chat_job(service: Service, body: requests.ChatRequest, tools: ToolUse | None, scope: Scope) -> Job:
     """The job of a /v1/chat/completions body. Raises ApiError."""
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs=true", "top_logprobs")
     limits = {limit for limit in (body.max_tokens, body.max_completion_tokens) if limit is not None}
     if len(limits) == 2:
         raise bad_request("max_tokens and max_completion_tokens differ; send one of them", "max_completion_tokens")
-    try:
-        messages = plain_messages(body.messages)
-        prompt = service.tokenizer.encode_chat(messages, *template_options(body, tools))
-    except SkipstoneError as error:
-        raise template_error(error, service) from None
-    wanted: dict[str, Any] = {"logprobs": (body.top_logprobs or 0) if body.logprobs else None}
+    max_tokens = limits.pop() if limits else None
+    with text_errors(service, "messages"):
+        prompt = service.tokenizer.encode_chat(msgspec.to_builtins(body.messages), *template_options(body, tools))
+    wanted: dict[str, Any] = {"logprobs": (body.top_logprobs or 0) if body.logprobs else None, "max_tokens": max_tokens}
     asked = constraint(body)
     whole = asked.path if asked else "tool_choice" if tools and tools.must_call else None
     if whole:
@@ -54,21 +66,32 @@ def chat_job(service: Service, body: ChatRequest, tools: ToolUse | None, request
                     "skip_special_tokens",
                 )
             wanted["skip_special_tokens"] = False
-    return _job(service, body, request_id, [prompt], limits.pop() if limits else None, None, wanted, asked)
+    _check_lengths(service, [prompt], max_tokens, "messages")
+    return _job(service, body, scope, [prompt], wanted, asked)
 
 
-def _check_constraint(service: Service, body: ChatRequest, prompt: list[int], path: str) -> None:
+def trace_job(service: Service, body: requests.TraceRequest, scope: Scope) -> Job:
+    """One more token behind the given ones. Exact numerics make its row the one that wrote the text."""
+    check_token_ids(service, body.tokens, "tokens has the id")
+    limit = service.max_model_len
+    if len(body.tokens) >= limit:
+        message = f"{len(body.tokens)} tokens leave no room for another, as the context holds {limit}; send fewer"
+        raise bad_request(message, "tokens", "context_length_exceeded")
+    top = 5 if body.top_logprobs is None else body.top_logprobs
+    params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=top, num_speculative_tokens=0)
+    return Job(request_id=scope["request_id"], owner=scope["owner"], prompts=[body.tokens], params=params, trace=True)
+
+
+def _check_constraint(service: Service, body: requests.ChatRequest, prompt: list[int], path: str) -> None:
     """Raise ApiError when what comes next is thought, and so no answer."""
     begun = _text(body.messages[-1].content or "") if body.continue_final_message else ""
     if begun.rfind("<think>") > begun.rfind("</think>"):
         raise bad_request(f"{path} says what the whole answer is, but the last message ends within a thought", path)
-    try:
+    with text_errors(service, path):
         service.tokenizer.check_constraint(prompt, path)
-    except SkipstoneError as error:
-        raise bad_request(str(error), path) from None
 
 
-def template_options(body: ChatRequest | TemplateRequest, tools: ToolUse | None) -> tuple[Any, ...]:
+def template_options(body: requests.ChatRequest | requests.TemplateRequest, tools: ToolUse | None) -> tuple[Any, ...]:
     """What Tokenizer.render_chat takes beside the messages. Raises ApiError."""
     if body.continue_final_message and body.add_generation_prompt:
         message = "continue_final_message and add_generation_prompt contradict each other; keep one of them"
@@ -81,39 +104,35 @@ def template_options(body: ChatRequest | TemplateRequest, tools: ToolUse | None)
     )
 
 
-def template_error(error: SkipstoneError, service: Service) -> ApiError:
-    """A conversation that the template refuses, without where the model lies on the server's disk."""
-    text = str(error)
-    param = "chat_template_kwargs" if text.startswith("chat_template_kwargs") else "messages"
-    if "has no chat template" in text:
-        return bad_request(text.replace(str(service.llm.folder), service.name), param, "missing_chat_template")
-    return text_error(text.replace(str(service.llm.folder), service.name), param)
-
-
-def text_error(text: str, param: str) -> ApiError:
-    """Text that cannot be encoded; `text`: what the tokenizer says of it."""
-    return bad_request(text, param, "context_length_exceeded" if "the context holds" in text else "invalid_value")
+@contextmanager
+def text_errors(service: Service, param: str) -> Iterator[None]:
+    """Raise ApiError for what the tokenizer or its template refuses, without where the model lies on the disk."""
+    try:
+        yield
+    except SkipstoneError as error:
+        text = str(error).replace(str(service.llm.folder), service.name)
+        path = _PATH.match(text)
+        param = path[0] if path else param
+        code = next((code for part, code in _CODES.items() if part in text.removeprefix(param)), "invalid_value")
+        raise bad_request(text, param, code) from None
 
 
 def _job(
     service: Service,
-    body: Sampling,
-    request_id: str,
+    body: requests.Sampling,
+    scope: Scope,
     prompts: list[list[int]],
-    max_tokens: int | None,
-    default_max_tokens: int | None,
     wanted: dict[str, Any],
     asked: Constraint | None,
 ) -> Job:
-    service.check_model(body.model)
+    """`wanted`: parameters of the engine that the body names in another way."""
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options needs stream=true", "stream_options")
-    _check_lengths(service, prompts, max_tokens, "messages" if isinstance(body, ChatRequest) else "prompt")
-    wanted = wanted | {"max_tokens": default_max_tokens if max_tokens is None else max_tokens}
-    names = API_NAMES | (asked.names if asked else {})
-    params = _params(service, body, wanted, asked, names)
+    names = API_NAMES | ({asked.field: asked.path} if asked else {})
+    params = _params(service, body, wanted | ({asked.field: asked.value} if asked else {}), names)
     return Job(
-        request_id=request_id,
+        request_id=scope["request_id"],
+        owner=scope["owner"],
         prompts=prompts,
         params=params,
         prediction=_prediction(service, body),
@@ -124,28 +143,9 @@ def _job(
     )
 
 
-async def make_grammar(service: Service, job: Job) -> None:
-    """Have the job hold its grammar. Raises ApiError when that cannot be used; it may take seconds to know."""
-    try:
-        job.grammar = await service.make_grammar(job.params)
-    except SkipstoneError as error:
-        raise from_engine(error, job.names) from None
-
-
-def _params(
-    service: Service,
-    body: Sampling,
-    wanted: dict[str, Any],
-    asked: Constraint | None,
-    names: dict[str, str],
-) -> SamplingParams:
-    values: dict[str, Any] = dict(service.llm.default_params)
-    for name in SamplingParams.__struct_fields__:
-        if (value := getattr(body, name, None)) is not None:
-            values[name] = value
-    values |= wanted
-    if asked is not None:
-        values[asked.field] = asked.value
+def _params(service: Service, body: requests.Sampling, wanted: dict[str, Any], names: dict[str, str]) -> SamplingParams:
+    given = {name: getattr(body, name, None) for name in SamplingParams.__struct_fields__}
+    values: dict[str, Any] = service.llm.default_params | {k: v for k, v in given.items() if v is not None} | wanted
     if body.logit_bias is not None:
         values["logit_bias"] = {_token_id(text): bias for text, bias in body.logit_bias.items()}
         if len(values["logit_bias"]) < len(body.logit_bias):
@@ -167,7 +167,7 @@ def _token_id(text: str) -> int:
     return int(text[:20])
 
 
-def _drafts(service: Service, body: Sampling) -> int | None:
+def _drafts(service: Service, body: requests.Sampling) -> int | None:
     """Drafts per step that the request asks for; None: the server's usual."""
     asked = body.speculation
     if asked is None:
@@ -188,7 +188,7 @@ def _drafts(service: Service, body: Sampling) -> int | None:
     return asked.k
 
 
-def _prediction(service: Service, body: Sampling) -> list[int]:
+def _prediction(service: Service, body: requests.Sampling) -> list[int]:
     """Token ids of the predicted answer."""
     if body.prediction is None:
         return []
@@ -199,37 +199,37 @@ def _prediction(service: Service, body: Sampling) -> list[int]:
             "prediction",
             "unsupported_parameter",
         )
-    try:
+    with text_errors(service, "prediction.content"):
         return service.tokenizer.encode(_text(body.prediction.content), add_special_tokens=False)
-    except SkipstoneError as error:
-        raise text_error(str(error), "prediction.content") from None
 
 
-def _text(content: Content) -> str:
+def _text(content: requests.Content) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-def _read_prompts(service: Service, body: CompletionRequest) -> list[list[int]]:
+def _read_prompts(service: Service, body: requests.CompletionRequest) -> list[list[int]]:
     """Token ids of every prompt: text, ids, or a list of either."""
     prompt = body.prompt
     items: list[Any] = [prompt] if isinstance(prompt, str) or _all(prompt, int) else list(prompt)
     if not items or not (_all(items, str) or _all(items, list)):
         raise bad_request("prompt must be a text, a list of token ids, or a list of either, and not empty", "prompt")
-    if len(items) * (body.n or 1) > service.engine.capacity:
-        raise bad_request(
-            f"{len(items) * (body.n or 1)} texts are more than the {service.engine.capacity} that may be under way"
-        )
-    try:
+    num_texts, most = len(items) * (body.n or 1), service.engine.capacity
+    if num_texts > most:
+        raise bad_request(f"{num_texts} texts are more than the {most} that may be under way")
+    with text_errors(service, "prompt"):
         prompts = [item if isinstance(item, list) else service.tokenizer.encode(item) for item in items]
-    except SkipstoneError as error:
-        raise text_error(str(error), "prompt") from None
-    highest = service.llm.engine.vocab_size - 1
     for token_ids in prompts:
         if not token_ids:
             raise bad_request("the prompt is empty; it needs at least one token", "prompt")
-        if max(token_ids) > highest:
-            raise bad_request(f"prompt has the token id {max(token_ids)}, but ids go from 0 to {highest}", "prompt")
+        check_token_ids(service, token_ids, "prompt has the token id")
     return prompts
+
+
+def check_token_ids(service: Service, token_ids: list[int], what: str) -> None:
+    """Raise ApiError for an id beyond the vocabulary; `what` begins its message, first the field's name."""
+    highest = service.llm.engine.vocab_size - 1
+    if max(token_ids, default=0) > highest:
+        raise bad_request(f"{what} {max(token_ids)}, but ids go from 0 to {highest}", what.split()[0])
 
 
 def _all(items: list[Any], kind: type) -> bool:
@@ -245,4 +245,4 @@ def _check_lengths(service: Service, prompts: list[list[int]], max_tokens: int |
     room = limit - longest
     advice = f"max_tokens may be at most {room}" if room > 0 else "shorten it"
     message = f"the prompt has {longest} tokens{asked}, but the context holds {limit}; {advice}"
-    raise ApiError(400, message, param=param, code="context_length_exceeded")
+    raise bad_request(message, param, "context_length_exceeded")

@@ -73,17 +73,22 @@ class CompletionLogprobs(msgspec.Struct, kw_only=True):
     text_offset: list[int]
 
 
-class CompletionChoice(msgspec.Struct, kw_only=True):
-    """One text."""
+class Choice(msgspec.Struct, kw_only=True):
+    """What the choices of both kinds of completion have, and of streams."""
 
     index: int
-    text: str
-    logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
     stop_reason: str | int | None
     token_ids: list[int] | UnsetType = UNSET
     token_strs: list[str] | UnsetType = UNSET
     token_origins: list[Origin] | UnsetType = UNSET
+
+
+class CompletionChoice(Choice, kw_only=True):
+    """One text."""
+
+    text: str
+    logprobs: CompletionLogprobs | None
 
 
 class TopLogprob(msgspec.Struct, kw_only=True):
@@ -131,17 +136,12 @@ class AnswerMessage(msgspec.Struct, kw_only=True):
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
-class ChatChoice(msgspec.Struct, kw_only=True):
+class ChatChoice(Choice, kw_only=True):
     """One answer."""
 
-    index: int
     message: AnswerMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
-    stop_reason: str | int | None
-    token_ids: list[int] | UnsetType = UNSET
-    token_strs: list[str] | UnsetType = UNSET
-    token_origins: list[Origin] | UnsetType = UNSET
 
 
 class ToolCallDelta(ToolCall, kw_only=True):
@@ -158,56 +158,47 @@ class DeltaMessage(msgspec.Struct, kw_only=True):
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
-class ChatChunkChoice(msgspec.Struct, kw_only=True):
+class ChatChunkChoice(Choice, kw_only=True):
     """What one step added to one answer."""
 
-    index: int
     delta: DeltaMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
-    stop_reason: str | int | None = None
-    token_ids: list[int] | UnsetType = UNSET
-    token_strs: list[str] | UnsetType = UNSET
-    token_origins: list[Origin] | UnsetType = UNSET
 
 
-class CompletionResponse(msgspec.Struct, kw_only=True):
-    """The texts; or, in a stream, what a step added to one of them."""
+class AnswerHead(msgspec.Struct, kw_only=True):
+    """What the bodies of both kinds of completion have, and the events of streams."""
 
     id: str
-    object: Literal["text_completion"] = "text_completion"
     created: int
     model: str
+    system_fingerprint: str
+
+
+class CompletionResponse(AnswerHead, kw_only=True):
+    """The texts; or, in a stream, what a step added to one of them."""
+
+    object: Literal["text_completion"] = "text_completion"
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
     metrics: Metrics | UnsetType = UNSET
-    system_fingerprint: str
 
 
-class ChatResponse(msgspec.Struct, kw_only=True):
+class ChatResponse(AnswerHead, kw_only=True):
     """The answers."""
 
-    id: str
     object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
     choices: list[ChatChoice]
     usage: Usage
     metrics: Metrics
-    system_fingerprint: str
 
 
-class ChatChunk(msgspec.Struct, kw_only=True):
+class ChatChunk(AnswerHead, kw_only=True):
     """An event of a stream of answers."""
 
-    id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     metrics: Metrics | UnsetType = UNSET
-    system_fingerprint: str
 
 
 class SpeculationCard(msgspec.Struct):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import time
-from collections.abc import Awaitable, Callable
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, get_type_hints
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -13,227 +15,162 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from skipstone.errors import SkipstoneError
-from skipstone.server.api.answer import Answer, Feed
-from skipstone.server.api.chat import ChatWriter
-from skipstone.server.api.completions import CompletionWriter
+from skipstone.server.api import jobs, requests, responses
+from skipstone.server.api.answer import Answer, periodic_events
 from skipstone.server.api.decode import decode, read_body
-from skipstone.server.api.errors import ApiError, aborted, bad_request
-from skipstone.server.api.jobs import (
-    chat_job,
-    completion_job,
-    make_grammar,
-    template_error,
-    template_options,
-    text_error,
-)
-from skipstone.server.api.requests import (
-    AbortRequest,
-    Body,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    Sampling,
-    TemplateRequest,
-    TokenizeRequest,
-    TraceRequest,
-)
-from skipstone.server.api.responses import (
-    AbortResponse,
-    ChatChunk,
-    ChatResponse,
-    CompletionResponse,
-    DetokenizeResponse,
-    Health,
-    ModelCard,
-    ModelList,
-    RequestCard,
-    RequestList,
-    ServerStats,
-    SpeculationCard,
-    TemplateResponse,
-    TokenizeResponse,
-    TraceResponse,
-    Version,
-)
-from skipstone.server.api.tools import ToolUse, tool_use
-from skipstone.server.api.trace import TraceWriter, trace_job
-from skipstone.server.generation import Job
-from skipstone.server.service import Service, plain_messages, program_version
+from skipstone.server.api.errors import ApiError, bad_request
+from skipstone.server.api.tools import tool_use
+from skipstone.server.api.writers import ChatWriter, CompletionWriter, TraceWriter
+from skipstone.server.service import Service, program_version
 
-BODY_ERRORS = (400, 404, 408, 413, 415, 429)
-WORK_ERRORS = (*BODY_ERRORS, 499, 500, 503)
 JSON = "application/json"
-Asked = TypeVar("Asked")
-FEED_S = 0.5  # between two events of /v1/stats
+EVENTS_S = 0.5  # between two events of /v1/stats
+BODY_ERRORS = (400, 404, 408, 413, 415, 429)
 
 
-class Endpoint(NamedTuple):
-    """One address. `response` None: the answer is no JSON; `events`: what a stream consists of."""
+@dataclass(frozen=True)
+class Endpoint:
+    """One address. `response` None: the answer is no JSON; `events`: what a stream consists of.
+
+    `handle` takes the service, the request and, if there is to be one, the `body`; it returns a struct or an
+    application, and runs beside the event loop where the body is large, unless it is a coroutine.
+    """
 
     method: str
     path: str
-    summary: str
-    handle: Callable[[Service, Request], Awaitable[ASGIApp]]
-    body: type[Body] | None = None
+    handle: Callable[..., Any]
     response: type[msgspec.Struct] | None = None
     events: type[msgspec.Struct] | None = None
-    errors: tuple[int, ...] = ()
     media: str = JSON
     is_open: bool = False  # no key needed
+    is_work: bool = False  # for the engine
+
+    @functools.cached_property
+    def body(self) -> type[requests.Body] | None:
+        """The struct that the handler's parameter of this name is; None without one."""
+        return get_type_hints(self.handle).get("body")
+
+    @property
+    def summary(self) -> str:
+        """What it does, by the handler's docstring."""
+        text = inspect.getdoc(self.handle) or ""
+        return text[:1].lower() + text[1:].removesuffix(".")
+
+    @property
+    def errors(self) -> tuple[int, ...]:
+        """Statuses of its own errors."""
+        if self.body is None:
+            return (404,) if "{" in self.path else ()
+        return (*BODY_ERRORS, 499, 500, 503) if self.is_work else BODY_ERRORS
+
+    async def answer(self, service: Service, request: Request) -> ASGIApp:
+        """The application that sends the answer. Raises ApiError."""
+        if self.body is None:
+            result = self.handle(service, request)
+        else:
+            raw = await read_body(request, service)
+            if self.is_work:
+                service.check_open()
+            result = await service.prepare(raw, functools.partial(self._handle_body, service, request))
+        if inspect.isawaitable(result):
+            result = await result
+        return _json(result) if isinstance(result, msgspec.Struct) else result
+
+    def _handle_body(self, service: Service, request: Request, raw: bytes) -> Any:
+        assert self.body is not None
+        body = decode(raw, self.body)
+        service.check_model(getattr(body, "model", None))
+        return self.handle(service, request, body)
 
 
 def _json(struct: msgspec.Struct, status: int = 200) -> Response:
     return Response(msgspec.json.encode(struct), status, media_type=JSON)
 
 
-async def complete(service: Service, request: Request) -> ASGIApp:
+def complete(service: Service, request: Request, body: requests.CompletionRequest) -> Answer:
     """Go on with prompts."""
-
-    def prepare(raw: bytes) -> tuple[CompletionRequest, Job]:
-        body = decode(raw, CompletionRequest)
-        return body, completion_job(service, body, request.scope["request_id"])
-
-    body, job = await _prepared(service, request, prepare)
-    _log_request(request, service, body, body.prompt)
-    return Answer(service, job, lambda timing: CompletionWriter(service, body, job, timing), _wants_usage(body))
+    job = jobs.completion_job(service, body, request.scope)
+    _log_request(service, request, body, body.prompt)
+    return Answer(service, CompletionWriter(service, body, job))
 
 
-async def chat(service: Service, request: Request) -> ASGIApp:
+def chat(service: Service, request: Request, body: requests.ChatRequest) -> Answer:
     """Answer a conversation."""
-
-    def prepare(raw: bytes) -> tuple[tuple[ChatRequest, ToolUse | None], Job]:
-        body = decode(raw, ChatRequest)
-        tools = tool_use(body, service.tokenizer)
-        return (body, tools), chat_job(service, body, tools, request.scope["request_id"])
-
-    (body, tools), job = await _prepared(service, request, prepare)
-    _log_request(request, service, body, body.messages)
-    return Answer(service, job, lambda timing: ChatWriter(service, body, job, timing, tools), _wants_usage(body))
+    tools = tool_use(body, service.tokenizer)
+    job = jobs.chat_job(service, body, tools, request.scope)
+    _log_request(service, request, body, body.messages)
+    return Answer(service, ChatWriter(service, body, job, tools))
 
 
-async def _prepared(
-    service: Service, request: Request, prepare: Callable[[bytes], tuple[Asked, Job]]
-) -> tuple[Asked, Job]:
-    """What a request asks for, and its job, checked as far as it can be before the engine sees it."""
-    raw = await read_body(request, service)
-    service.check_open()
-    asked, job = await service.prepare(raw, prepare)
-    await make_grammar(service, job)
-    job.owner = request.scope["owner"]
-    return asked, job
-
-
-def _wants_usage(body: Sampling) -> bool:
-    return body.stream_options is not None and bool(body.stream_options.include_usage)
-
-
-def _log_request(request: Request, service: Service, body: Sampling, prompt: object) -> None:
+def _log_request(service: Service, request: Request, body: requests.Sampling, prompt: object) -> None:
     if body.user is not None:
         request.scope["log"]["user"] = body.user[:100]
     if service.config.log_requests:
         request.scope["log"]["prompt"] = msgspec.to_builtins(prompt)
 
 
-async def list_models(service: Service, request: Request) -> ASGIApp:
-    """The one model."""
-    return _json(ModelList(data=[_card(service)]))
+def list_models(service: Service, request: Request) -> responses.ModelList:
+    """The served model."""
+    return responses.ModelList(data=[show_model(service, request)])
 
 
-async def show_model(service: Service, request: Request) -> ASGIApp:
-    """The model of that name."""
-    service.check_model(request.path_params["model"])
-    return _json(_card(service))
-
-
-def _card(service: Service) -> ModelCard:
-    return ModelCard(
+def show_model(service: Service, request: Request) -> responses.ModelCard:
+    """The served model."""
+    service.check_model(request.path_params.get("model"))
+    return responses.ModelCard(
         id=service.name,
         created=service.created,
         root=service.llm.folder.name,
         max_model_len=service.max_model_len,
         defaults=service.llm.default_params,
-        speculative=SpeculationCard(service.proposer, service.llm.engine.speculation.k),
+        speculative=responses.SpeculationCard(service.proposer, service.llm.engine.speculation.k),
     )
 
 
-async def tokenize(service: Service, request: Request) -> ASGIApp:
+def tokenize(service: Service, request: Request, body: requests.TokenizeRequest) -> responses.TokenizeResponse:
     """Text to token ids."""
-    make = functools.partial(_tokenized, service)
-    return _json(await service.prepare(await read_body(request, service), make))
-
-
-def _tokenized(service: Service, raw: bytes) -> TokenizeResponse:
-    body = decode(raw, TokenizeRequest)
-    service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("give exactly one of prompt and messages", "prompt")
     if body.prompt is not None and body.add_generation_prompt is not None:
         raise bad_request("add_generation_prompt needs messages, not prompt", "add_generation_prompt")
     if body.messages is not None and body.add_special_tokens is not None:
         raise bad_request("add_special_tokens needs prompt; for messages the template decides", "add_special_tokens")
-    try:
+    with jobs.text_errors(service, "messages" if body.messages else "prompt"):
         if body.messages is not None:
-            token_ids = service.tokenizer.encode_chat(
-                plain_messages(body.messages), body.add_generation_prompt is not False
-            )
+            messages = msgspec.to_builtins(body.messages)
+            token_ids = service.tokenizer.encode_chat(messages, body.add_generation_prompt is not False)
         else:
             token_ids = service.tokenizer.encode(body.prompt or "", body.add_special_tokens is not False)
-    except SkipstoneError as error:
-        raise text_error(str(error), "messages" if body.messages else "prompt") from None
     names = [service.token_text(token) for token in token_ids] if body.return_token_strs else None
-    return TokenizeResponse(
+    return responses.TokenizeResponse(
         count=len(token_ids), max_model_len=service.max_model_len, tokens=token_ids, token_strs=names
     )
 
 
-async def detokenize(service: Service, request: Request) -> ASGIApp:
+def detokenize(service: Service, request: Request, body: requests.DetokenizeRequest) -> responses.DetokenizeResponse:
     """Token ids to text."""
-    make = functools.partial(_detokenized, service)
-    return _json(await service.prepare(await read_body(request, service), make))
+    jobs.check_token_ids(service, body.tokens, "tokens has the id")
+    return responses.DetokenizeResponse(service.tokenizer.decode(body.tokens, skip_special_tokens=False))
 
 
-def _detokenized(service: Service, raw: bytes) -> DetokenizeResponse:
-    body = decode(raw, DetokenizeRequest)
-    service.check_model(body.model)
-    highest = service.llm.engine.vocab_size - 1
-    if max(body.tokens, default=0) > highest:
-        raise bad_request(f"tokens has the id {max(body.tokens)}, but ids go from 0 to {highest}", "tokens")
-    return DetokenizeResponse(service.tokenizer.decode(body.tokens, skip_special_tokens=False))
-
-
-async def apply_template(service: Service, request: Request) -> ASGIApp:
-    """A conversation as the prompt that the model gets."""
-    make = functools.partial(_rendered, service)
-    return _json(await service.prepare(await read_body(request, service), make))
-
-
-def _rendered(service: Service, raw: bytes) -> TemplateResponse:
-    body = decode(raw, TemplateRequest)
-    service.check_model(body.model)
+def apply_template(service: Service, request: Request, body: requests.TemplateRequest) -> responses.TemplateResponse:
+    """A conversation as the prompt it becomes."""
     tools = tool_use(body, service.tokenizer)
-    try:
-        prompt = service.tokenizer.render_chat(plain_messages(body.messages), *template_options(body, tools))
-    except SkipstoneError as error:
-        raise template_error(error, service) from None
-    return TemplateResponse(prompt)
+    with jobs.text_errors(service, "messages"):
+        prompt = service.tokenizer.render_chat(msgspec.to_builtins(body.messages), *jobs.template_options(body, tools))
+    return responses.TemplateResponse(prompt)
 
 
-async def trace(service: Service, request: Request) -> ASGIApp:
-    """What the model read for one token."""
-
-    def prepare(raw: bytes) -> tuple[None, Job]:
-        return None, trace_job(service, decode(raw, TraceRequest), request.scope["request_id"])
-
-    _, job = await _prepared(service, request, prepare)
-    return Answer(service, job, lambda timing: TraceWriter(service, job, timing), closing=False)
+def trace(service: Service, request: Request, body: requests.TraceRequest) -> Answer:
+    """What the sparse layers read for one token."""
+    return Answer(service, TraceWriter(service, jobs.trace_job(service, body, request.scope)))
 
 
-async def slots(service: Service, request: Request) -> ASGIApp:
-    """What is under way with the same key, without its content."""
+def slots(service: Service, request: Request) -> responses.RequestList:
+    """The requests under way with the same key."""
     now = time.perf_counter()
     cards = [
-        RequestCard(
+        responses.RequestCard(
             request_id=generation.job.request_id,
             state="waiting" if generation.timing.started is None else "running",
             seconds=round(now - generation.timing.arrival, 3),
@@ -243,132 +180,71 @@ async def slots(service: Service, request: Request) -> ASGIApp:
         )
         for generation in service.engine.open(request.scope["owner"])
     ]
-    return _json(RequestList(cards))
+    return responses.RequestList(cards)
 
 
-async def abort(service: Service, request: Request) -> ASGIApp:
-    """End a request of the same key by its id."""
-    body = decode(await read_body(request, service), AbortRequest)
-    return _json(AbortResponse(service.engine.abort(body.request_id, request.scope["owner"], aborted())))
+async def abort(service: Service, request: Request, body: requests.AbortRequest) -> responses.AbortResponse:
+    """End a request of the same key by its X-Request-Id."""
+    error = ApiError(499, "the request was ended by /abort", code="aborted")
+    return responses.AbortResponse(service.engine.abort(body.request_id, request.scope["owner"], error))
 
 
-async def stats(service: Service, request: Request) -> ASGIApp:
-    """The server's state, once or as a feed."""
+def stats(service: Service, request: Request) -> responses.ServerStats | Response:
+    """The server's state; a feed for those who accept text/event-stream."""
     if "text/event-stream" in request.headers.get("accept", ""):
-        return Feed(service.stats, FEED_S)
-    return _json(service.stats())
+        return periodic_events(service, service.stats, EVENTS_S)
+    return service.stats()
 
 
-async def health(service: Service, request: Request) -> ASGIApp:
-    """Whether the engine is alive; a server that is ending still is."""
+def health(service: Service, request: Request) -> Response:
+    """503 when the engine was given up."""
     return _state(service, service.engine.dead is not None)
 
 
-async def ready(service: Service, request: Request) -> ASGIApp:
-    """Whether new work is taken."""
+def ready(service: Service, request: Request) -> Response:
+    """503 when no new work is taken."""
     return _state(service, service.engine.dead is not None or service.draining)
 
 
 def _state(service: Service, fails: bool) -> Response:
     dead = service.engine.dead
-    state = Health(status="dead" if dead else "draining" if service.draining else "ready", detail=dead)
+    state = responses.Health(status="dead" if dead else "draining" if service.draining else "ready", detail=dead)
     return _json(state, 503 if fails else 200)
 
 
-async def show_version(service: Service, request: Request) -> ASGIApp:
+def show_version(service: Service, request: Request) -> responses.Version:
     """The program's version."""
-    return _json(Version(program_version()))
+    return responses.Version(program_version())
 
 
-async def metrics(service: Service, request: Request) -> ASGIApp:
+def metrics(service: Service, request: Request) -> Response:
     """Counters for Prometheus."""
     return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
 
-async def show_openapi(service: Service, request: Request) -> ASGIApp:
-    """This table."""
-    # The document's module reads the table below.
-    document: bytes = request.app.openapi
-    return Response(document, media_type=JSON)
-
-
-def unknown_address(method: str, path: str) -> ApiError:
-    """The error for an address that is not in the table."""
-    return ApiError(404, f"there is no {method} {path[:200]}; /openapi.json lists what there is", code="not_found")
+def show_openapi(service: Service, request: Request) -> Response:
+    """This document."""
+    # Its module reads the table below.
+    return Response(request.app.openapi, media_type=JSON)
 
 
 ENDPOINTS = (
+    Endpoint("POST", "/v1/chat/completions", chat, responses.ChatResponse, responses.ChatChunk, is_work=True),
     Endpoint(
-        "POST",
-        "/v1/chat/completions",
-        "answer a conversation",
-        chat,
-        ChatRequest,
-        ChatResponse,
-        ChatChunk,
-        WORK_ERRORS,
+        "POST", "/v1/completions", complete, responses.CompletionResponse, responses.CompletionResponse, is_work=True
     ),
-    Endpoint(
-        "POST",
-        "/v1/completions",
-        "go on with prompts",
-        complete,
-        CompletionRequest,
-        CompletionResponse,
-        CompletionResponse,
-        WORK_ERRORS,
-    ),
-    Endpoint("GET", "/v1/models", "the served model", list_models, response=ModelList),
-    Endpoint("GET", "/v1/models/{model}", "the served model", show_model, response=ModelCard, errors=(404,)),
-    Endpoint("POST", "/tokenize", "text to token ids", tokenize, TokenizeRequest, TokenizeResponse, errors=BODY_ERRORS),
-    Endpoint(
-        "POST",
-        "/detokenize",
-        "token ids to text",
-        detokenize,
-        DetokenizeRequest,
-        DetokenizeResponse,
-        errors=BODY_ERRORS,
-    ),
-    Endpoint(
-        "POST",
-        "/apply-template",
-        "a conversation as the prompt it becomes",
-        apply_template,
-        TemplateRequest,
-        TemplateResponse,
-        errors=BODY_ERRORS,
-    ),
-    Endpoint(
-        "POST",
-        "/trace",
-        "what the sparse layers read for one token",
-        trace,
-        TraceRequest,
-        TraceResponse,
-        errors=WORK_ERRORS,
-    ),
-    Endpoint("GET", "/slots", "the requests under way with the same key", slots, response=RequestList),
-    Endpoint(
-        "POST",
-        "/abort",
-        "end a request of the same key by its X-Request-Id",
-        abort,
-        AbortRequest,
-        AbortResponse,
-        errors=BODY_ERRORS,
-    ),
-    Endpoint(
-        "GET",
-        "/v1/stats",
-        "the server's state; a feed for those who accept text/event-stream",
-        stats,
-        response=ServerStats,
-        events=ServerStats,
-    ),
-    Endpoint("GET", "/health", "503 when the engine was given up", health, response=Health, is_open=True),
-    Endpoint("GET", "/ready", "503 when no new work is taken", ready, response=Health, is_open=True),
-    Endpoint("GET", "/version", "the program's version", show_version, response=Version),
-    Endpoint("GET", "/metrics", "counters for Prometheus", metrics, media="text/plain"),
-    Endpoint("GET", "/openapi.json", "this document", show_openapi, media=JSON),
+    Endpoint("GET", "/v1/models", list_models, responses.ModelList),
+    Endpoint("GET", "/v1/models/{model}", show_model, responses.ModelCard),
+    Endpoint("POST", "/tokenize", tokenize, responses.TokenizeResponse),
+    Endpoint("POST", "/detokenize", detokenize, responses.DetokenizeResponse),
+    Endpoint("POST", "/apply-template", apply_template, responses.TemplateResponse),
+    Endpoint("POST", "/trace", trace, responses.TraceResponse, is_work=True),
+    Endpoint("GET", "/slots", slots, responses.RequestList),
+    Endpoint("POST", "/abort", abort, responses.AbortResponse),
+    Endpoint("GET", "/v1/stats", stats, responses.ServerStats, responses.ServerStats),
+    Endpoint("GET", "/health", health, responses.Health, is_open=True),
+    Endpoint("GET", "/ready", ready, responses.Health, is_open=True),
+    Endpoint("GET", "/version", show_version, responses.Version),
+    Endpoint("GET", "/metrics", metrics, media="text/plain"),
+    Endpoint("GET", "/openapi.json", show_openapi),
 )

@@ -29,7 +29,7 @@ MEANINGS = {
 
 
 def openapi(endpoints: Iterable[Endpoint], version: str, needs_key: bool) -> bytes:
-    """The document."""
+    """The OpenAPI document as JSON; `needs_key`: whether addresses that are not open need one."""
     endpoints = list(endpoints)
     structs: list[Any] = [ErrorResponse]
     for endpoint in endpoints:

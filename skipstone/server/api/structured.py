@@ -19,11 +19,6 @@ class Constraint(NamedTuple):
     value: str | list[str]
     path: str
 
-    @property
-    def names(self) -> dict[str, str]:
-        """For error messages."""
-        return {self.field: self.path}
-
 
 def constraint(body: Sampling) -> Constraint | None:
     """What constrains the whole text, if anything. Raises ApiError when two fields do."""

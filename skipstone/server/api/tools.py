@@ -135,7 +135,5 @@ def _schema(tool: Tool, index: int) -> Schema:
 
 def _plain(tool: Tool) -> dict[str, Any]:
     """A tool as templates know it."""
-    fields: dict[str, Any] = {"name": tool.function.name, "description": tool.function.description}
-    if tool.function.parameters is not None:
-        fields["parameters"] = tool.function.parameters
+    fields = {name: getattr(tool.function, name) for name in ("name", "description", "parameters")}
     return {"type": "function", "function": {name: value for name, value in fields.items() if value is not None}}

@@ -15,7 +15,7 @@ from skipstone.llm import LLM
 from skipstone.server.api.app import make_app
 from skipstone.server.config import ServerConfig
 from skipstone.server.log import set_up
-from skipstone.server.ray.front import Work
+from skipstone.server.ray.proxy import ForwardedRequest
 from skipstone.server.service import Service
 from skipstone.server.step_observer import StepObserver
 
@@ -39,7 +39,7 @@ class Replica:
         self.service.engine.start()
         threading.Thread(target=self._report, name="reports", daemon=True).start()
 
-    async def __call__(self, work: Work) -> AsyncIterator[Message]:
+    async def __call__(self, asked: ForwardedRequest) -> AsyncIterator[Message]:
         """Answer one request: the messages of an ASGI application. Ended early, the request is given up."""
         messages: asyncio.Queue[Message | None] = asyncio.Queue()
         scope = {
@@ -47,14 +47,14 @@ class Replica:
             "asgi": {"version": "3.0"},
             "http_version": "1.1",
             "scheme": "http",
-            "method": work.method,
-            "path": work.path,
-            "raw_path": work.path.encode(),
+            "method": asked.method,
+            "path": asked.path,
+            "raw_path": asked.path.encode(),
             "root_path": "",
-            "query_string": work.query,
-            "headers": work.headers,
+            "query_string": asked.query,
+            "headers": asked.headers,
         }
-        body: list[Message] = [{"type": "http.request", "body": work.body, "more_body": False}]
+        body: list[Message] = [{"type": "http.request", "body": asked.body, "more_body": False}]
 
         async def receive() -> Message:
             if not body:

@@ -22,7 +22,7 @@ from starlette.types import ASGIApp
 from skipstone.cli.output import note
 from skipstone.config import EngineConfig
 from skipstone.server.config import ServerConfig
-from skipstone.server.ray.front import Front, Reports
+from skipstone.server.ray.proxy import ReplicaProxy, Reports
 from skipstone.server.ray.replica import Replica
 
 LOG = logging.getLogger("skipstone.ray")
@@ -83,7 +83,7 @@ def deploy(engine: EngineConfig, config: ServerConfig) -> None:
     most, patience = config.max_body_bytes, config.client_timeout
 
     def front() -> ASGIApp:
-        return Front(serve.get_deployment_handle(REPLICA, APPLICATION), reports, most, patience)
+        return ReplicaProxy(serve.get_deployment_handle(REPLICA, APPLICATION), reports, most, patience)
 
     entry = serve.deployment(
         serve.ingress(front)(),

@@ -18,7 +18,7 @@ from ray.exceptions import RayError
 from starlette.types import Receive, Scope, Send
 
 from skipstone.server.api.decode import MOST_VALUES, num_values
-from skipstone.server.api.errors import SLOWEST, ApiError, too_slow, unavailable
+from skipstone.server.api.errors import SLOWEST, too_slow, unavailable
 
 LOG = logging.getLogger("skipstone.front")
 ATTEMPTS = 4
@@ -28,7 +28,7 @@ LARGE = 20_000  # bytes of a body from which on it is read beside the event loop
 LONGEST_PROMPT = 4000  # characters that the router looks at
 
 
-class Work(msgspec.Struct):
+class ForwardedRequest(msgspec.Struct):
     """One HTTP request, as it travels to a replica. The router reads `prompt`."""
 
     method: str
@@ -56,8 +56,8 @@ class Reports:
         return [page for _, (_, page) in sorted(self._pages.items())]
 
 
-class Front:
-    """The application."""
+class ReplicaProxy:
+    """The application that stands before the replicas."""
 
     def __init__(self, replicas: Any, reports: Any, max_body_bytes: int, patience: float | None = None) -> None:
         """`replicas`: the deployment's handle. `reports`: the actor that gathers metrics.
@@ -79,11 +79,13 @@ class Front:
             try:
                 body = await self._body(receive)
             except TimeoutError:
-                await _refuse(send, too_slow())
+                await too_slow().response()(scope, receive, send)
                 return
             if body is not None:
-                work = _work(scope, body) if len(body) < LARGE else await asyncio.to_thread(_work, scope, body)
-                await self._answer(work, receive, send)
+                prompt = _prompt(body) if len(body) < LARGE else await asyncio.to_thread(_prompt, body)
+                headers = list(scope["headers"])
+                asked = ForwardedRequest(scope["method"], scope["path"], scope["query_string"], headers, body, prompt)
+                await self._answer(asked, scope, receive, send)
 
     async def _body(self, receive: Receive) -> bytes | None:
         """The body, or more of it than is allowed, for a replica to refuse; None when the client has left."""
@@ -100,17 +102,17 @@ class Front:
                     limit.reschedule(begun + self._patience + len(body) / SLOWEST)
         return bytes(body)
 
-    async def _answer(self, work: Work, receive: Receive, send: Send) -> None:
+    async def _answer(self, asked: ForwardedRequest, scope: Scope, receive: Receive, send: Send) -> None:
         for attempt in range(1, ATTEMPTS + 1):
             begun = ended = False
-            stream = self._replicas.remote(work)
+            stream = self._replicas.remote(asked)
             watch = asyncio.create_task(_cancel_when_left(receive, stream))
             try:
                 async for message in stream:
                     begun, ended = True, message["type"] == "http.response.body" and not message.get("more_body")
                     if ended:  # from here on a disconnect is the usual end
                         watch.cancel()
-                    await send(await self._prepared(work, message))
+                    await send(await self._prepared(asked, message))
                 return
             except asyncio.CancelledError:
                 if not watch.done():  # it was not us who cancelled
@@ -129,11 +131,12 @@ class Front:
             finally:
                 watch.cancel()
             await asyncio.sleep(PAUSE_S * attempt)
-        await _refuse(send, unavailable("no replica answers; try again later", "replica_lost"))
+        gone = unavailable("no replica answers; try again later", "replica_lost")
+        await gone.response()(scope, receive, send)
 
-    async def _prepared(self, work: Work, message: Any) -> Any:
+    async def _prepared(self, asked: ForwardedRequest, message: Any) -> Any:
         """A replica's message as it goes out: one request id, and the metrics of all replicas."""
-        metrics = work.path == "/metrics"
+        metrics = asked.path == "/metrics"
         if message["type"] == "http.response.start":
             # Ray's proxy has given the request its id, which the replica repeats.
             left_out = {b"x-request-id"} | ({b"content-length"} if metrics else set())
@@ -142,11 +145,7 @@ class Front:
         return message | {"body": merge_pages(pages)} if pages else message
 
 
-def _work(scope: Scope, body: bytes) -> Work:
-    return Work(scope["method"], scope["path"], scope["query_string"], list(scope["headers"]), body, _prompt(body))
-
-
-class _Asked(msgspec.Struct):
+class _PromptFields(msgspec.Struct):
     prompt: Any = None
     messages: Any = None
 
@@ -156,8 +155,8 @@ def _prompt(body: bytes) -> str:
     if num_values(body) > MOST_VALUES:  # a replica refuses it
         return "-"
     with contextlib.suppress(msgspec.MsgspecError, RecursionError):
-        asked = msgspec.json.decode(body, type=_Asked)
-        found = asked.prompt if asked.prompt is not None else asked.messages
+        fields = msgspec.json.decode(body, type=_PromptFields)
+        found = fields.prompt if fields.prompt is not None else fields.messages
         text = found if isinstance(found, str) else msgspec.json.encode(found).decode()
         return text[:LONGEST_PROMPT] or "-"
     return "-"
@@ -167,13 +166,6 @@ async def _cancel_when_left(receive: Receive, stream: Any) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     stream.cancel()
-
-
-async def _refuse(send: Send, error: ApiError) -> None:
-    headers = {"content-type": "application/json"} | error.headers
-    raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": error.status, "headers": raw})
-    await send({"type": "http.response.body", "body": error.encode()})
 
 
 def merge_pages(pages: Iterable[bytes]) -> bytes:
