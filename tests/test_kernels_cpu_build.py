@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import math
 import shutil
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,12 +21,14 @@ from torch import Tensor
 
 from skipstone import SamplingParams
 from skipstone.config import EngineConfig
+from skipstone.core.batch import SamplingRows
 from skipstone.errors import UnsupportedError
 from skipstone.kernels import dispatch
 from skipstone.kernels.dispatch import choose_ops, list_ops
 from skipstone.kernels.ops import OP_NAMES, load_ops
 from skipstone.kernels.reference import gemm as reference
 from skipstone.kernels.reference.pointwise import GatedActivation
+from skipstone.kernels.reference.sampling import sample as reference_sample
 from skipstone.registry import KERNELS
 from skipstone.tools.check.compare import NEAR_TIE, Comparer, Reference
 from skipstone.tools.flags import choose_prompts
@@ -32,7 +36,9 @@ from skipstone.tools.workload import run_jobs
 
 numba = pytest.importorskip("numba")
 np = pytest.importorskip("numpy")
-gemm, jit, moe = (pytest.importorskip(f"skipstone.kernels.cpu.{name}") for name in ("gemm", "jit", "moe"))
+gemm, jit, moe, sampling = (
+    pytest.importorskip(f"skipstone.kernels.cpu.{name}") for name in ("gemm", "jit", "moe", "sampling")
+)
 
 CPU = torch.device("cpu")
 
@@ -149,6 +155,65 @@ def test_experts_without_segments(monkeypatch: pytest.MonkeyPatch) -> None:
         rows = slice(40 - count, 40)
         got = moe.experts_forward(x[rows], experts[rows], weights[rows], gate_up, down, activation, True)
         assert same_bits(got, whole[rows]), f"{count} rows"
+
+
+# The logarithm, and arrays
+
+
+def test_logarithm() -> None:
+    """Within 2 ulp of float64's, near 1 too; the noise is the reference's."""
+
+    @numba.njit
+    def logarithms(x: Any) -> Any:
+        out = np.empty_like(x)
+        for i in range(len(x)):
+            out[i] = sampling._log(x[i])
+        return out
+
+    draws = np.random.default_rng(0).random(300_000)
+    x = np.concatenate([draws, 1 - draws * 2.0**-30, np.ldexp(draws, -40), [2.0**-53, 0.5, 1 - 2.0**-53, 37.0]])
+    exact = np.log(x)
+    assert (np.abs(logarithms(x) - exact) <= 2 * np.spacing(np.abs(exact))).all()
+    seed, position = torch.randint(-(2**63), 2**63 - 1, (40,)), torch.randint(0, 4000, (40,))
+    flat, ones = torch.zeros(40, 5000), torch.ones(40)
+    rows = SamplingRows(seed, position, ones, None, None, None, None, None, all_greedy=False)
+    assert torch.equal(sampling.sample(flat, rows), reference_sample(flat, rows))
+
+
+def test_weights_of_half_the_size() -> None:
+    """Few rows read the upper halves where these say all; what is written to a weight afterwards counts."""
+    weight = torch.nn.Parameter(randn(1, 64, 48).bfloat16().float(), requires_grad=False)
+    x = randn(2, 3, 64)
+    assert gemm.small(weight).dtype == np.uint16
+    assert same_bits(gemm.product(x, weight, 16), gemm.product(x, torch.nn.Parameter(weight + 0, False), 16))
+    whole = np.empty((3, 48), np.float32)
+    gemm.grouped_product(x.numpy(), np.arange(3), np.array([0, 3]), weight.numpy()[None], 16, whole)
+    assert same_bits(gemm.product(x, weight, 16), torch.from_numpy(whole))
+    weight[5, 7] = 1 / 3
+    assert gemm.small(weight).dtype == np.float32
+    assert float(gemm.product(torch.eye(64), weight, 16)[5, 7]) == float(torch.tensor(1 / 3))
+    weight.data = randn(1, 64, 48).bfloat16().float()
+    assert same_bits(gemm.product(torch.eye(64), weight, 16), weight.data)
+
+
+def test_arrays_keep_nothing_alive() -> None:
+    """Neither those of weights nor those of results: no collector is needed to let go of them."""
+    weight = torch.nn.Parameter(torch.zeros(8, 8), requires_grad=False)
+    array = jit.kept(weight)
+    array[3, 4] = 7.0
+    assert float(weight[3, 4]) == 7.0 and jit.kept(weight) is array
+    made, values = jit.result(2, 3)
+    values[:] = 5.0
+    assert bool((made == 5).all()) and jit.array(made) is values
+    gone = [weakref.ref(weight), weakref.ref(made)]
+    gc.disable()
+    try:
+        del weight, made
+        assert [ref() for ref in gone] == [None, None]
+    finally:
+        gc.enable()
+    with pytest.raises(ValueError, match="not contiguous"):
+        jit.kept(torch.zeros(4, 4).T[:, :2])
 
 
 # What is kept of compiled kernels

@@ -109,6 +109,8 @@ def kept(tensor: Tensor) -> np.ndarray:
     address = tensor.data_ptr()
     known: tuple[int, np.ndarray] | None = tensor.__dict__.get("kept")
     if known is None or known[0] != address:
+        if not tensor.is_contiguous():
+            raise ValueError(f"a weight or cache of shape {list(tensor.shape)} is not contiguous")
         kind = np.dtype(str(tensor.dtype).removeprefix("torch."))
         memory: Any = (ctypes.c_byte * tensor.nbytes).from_address(address)
         known = (address, np.frombuffer(memory, kind).reshape(tensor.shape))
