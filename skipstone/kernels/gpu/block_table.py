@@ -101,8 +101,8 @@ def _attend_kernel(
     pages_ptr,  # [T, KV_HEADS, PAGES] int32
     context_lens_ptr,  # [T, KV_HEADS] int32
     out_ptr,  # [T, KV_HEADS * GROUP, D]; SPLIT: partial outputs [T, KV_HEADS * GROUP, parts, D] float32
-    part_peak_ptr,  # [T, KV_HEADS * GROUP, parts] float32
-    part_total_ptr,  # as part_peak
+    part_m_ptr,  # [T, KV_HEADS * GROUP, parts] float32
+    part_l_ptr,  # as part_m
     q_row_stride,
     q_head_stride,
     k_page_stride,
@@ -136,8 +136,8 @@ def _attend_kernel(
     pages_ptr += (row * KV_HEADS + kv_head) * PAGES
     parts: tl.constexpr = (PAGES * PAGE + BLOCK_N - 1) // BLOCK_N
     ones = tl.full([BLOCK_N, ONES], 1.0, tl.float32).to(q.dtype)
-    peak = tl.full([BLOCK_M], LOWEST, tl.float32)
-    total = tl.zeros([BLOCK_M, ONES], tl.float32)
+    m_i = tl.full([BLOCK_M], LOWEST, tl.float32)
+    l_i = tl.zeros([BLOCK_M, ONES], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for part in range(split, tl.cdiv(count, BLOCK_N), splits):
         key = part * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -151,26 +151,21 @@ def _attend_kernel(
         scores = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
         scores = tl.where((key < count)[None, :], scores, float("-inf"))
         # The maximum also keeps the compiler from fusing this product into the differences that `combine` takes.
-        part_peak = tl.maximum(tl.max(scores, axis=1) * scale, LOWEST)
-        weights = tl.exp2(tl.fma(scores, scale, -part_peak[:, None])).to(v.dtype)
-        part_total = dot(weights, ones, tl.zeros([BLOCK_M, ONES], tl.float32))
+        part_m = tl.maximum(tl.max(scores, axis=1) * scale, LOWEST)
+        weights = tl.exp2(tl.fma(scores, scale, -part_m[:, None])).to(v.dtype)
+        part_l = dot(weights, ones, tl.zeros([BLOCK_M, ONES], tl.float32))
         part_acc = dot(weights, v, tl.zeros([BLOCK_M, BLOCK_D], tl.float32))
         if SPLIT:
             place = (row * (KV_HEADS * GROUP) + head) * parts + part
             tl.store(out_ptr + place[:, None] * D + dim[None, :], part_acc, mask=in_row)
-            tl.store(part_peak_ptr + place, part_peak, mask=member < GROUP)
-            tl.store(part_total_ptr + place, tl.max(part_total, axis=1), mask=member < GROUP)
+            tl.store(part_m_ptr + place, part_m, mask=member < GROUP)
+            tl.store(part_l_ptr + place, tl.max(part_l, axis=1), mask=member < GROUP)
         else:
-            peak, total, acc = combine(peak, total, acc, part_peak, part_total, part_acc)
+            m_i, l_i, acc = combine(m_i, l_i, acc, part_m, part_l, part_acc)
     if not SPLIT:
-        divisor = tl.max(total, axis=1)[:, None]
+        divisor = tl.max(l_i, axis=1)[:, None]
         out = tl.where(divisor > 0, acc / divisor, 0.0).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + (row * (KV_HEADS * GROUP) + head)[:, None] * D + dim[None, :], out, mask=in_row)
-
-
-def decode_page_table(indices: Tensor, block_table: Tensor, seq_lens: Tensor, unit: int, page_stride: int) -> PageTable:
-    """Tables of requests with one row each, the last token of its sequence. See the twin in `reference`."""
-    return verify_page_table(indices, block_table, seq_lens, 1, unit, page_stride)
 
 
 def verify_page_table(
@@ -258,8 +253,8 @@ def paged_attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, table: PageTabl
         table.pages,
         table.context_lens,
         parts.acc,
-        parts.peak,
-        parts.total,
+        parts.m_i,
+        parts.l_i,
         q.stride(0),
         q.stride(1),
         *k_pages.stride()[:3],

@@ -68,7 +68,7 @@ def _persistent_kernel(
                 tl.debug_barrier()  # a cell need not be read by the thread that wrote it
 
 
-def fits(x: Tensor, weight: Tensor) -> bool:
+def product_fits(x: Tensor, weight: Tensor) -> bool:
     """Whether `product` takes x [rows, K] and weight [K, N], and pays."""
     same = x.dtype == weight.dtype and capability() >= 90 and x.shape[0] >= ROWS and weight.shape[1] >= WIDEST
     return same and describable(x) and describable(weight)

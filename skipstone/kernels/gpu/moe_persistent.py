@@ -123,7 +123,7 @@ def _persistent_down_kernel(
         tl.store(part_ptrs, acc.to(part_ptr.dtype.element_ty), mask=(place < end)[:, None])
 
 
-def fits(x: Tensor, gate_up: Tensor, down: Tensor) -> bool:
+def products_fit(x: Tensor, gate_up: Tensor, down: Tensor) -> bool:
     """Whether `products` takes rows like x [T, H] and these weights, and pays."""
     hidden, inner = x.shape[1], down.shape[1]
     whole = hidden % max(DOWN_TILES.n, UP_TILES.k) == 0 and inner % max(UP_TILES.n, DOWN_TILES.k) == 0
