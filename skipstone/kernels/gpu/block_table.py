@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from skipstone.kernels.gpu.gemm import dot
+from skipstone.kernels.gpu.gemm import dot, is_hip
 from skipstone.kernels.gpu.partial_sums import LOG2_E, LOWEST, ONES, Parts, combine, combine_parts, empty_parts
 from skipstone.kernels.reference.block_table import (
     PAGE_SIZE,
@@ -201,26 +201,11 @@ def _page_table(
     context_lens = torch.empty(rows, groups, dtype=torch.int32, device=indices.device)
     if rows:
         _page_table_kernel[(rows, groups)](
-            indices,
-            block_table,
-            request_ids.contiguous(),
-            positions.contiguous(),
-            pages,
-            context_lens,
-            *indices.stride(),
-            block_table.stride(0),
-            *block_table.shape,
-            query_len,
-            page_stride,
-            GROUPS=groups,
-            BUDGET=budget,
-            UNIT=unit,
-            PER_UNIT=per_unit,
-            BLOCK_BUDGET=triton.next_power_of_2(budget),
-            BLOCK_PAGES=triton.next_power_of_2(per_unit),
-            VERIFY=query_len > 0,
-            num_warps=1,
-        )
+            indices, block_table, request_ids.contiguous(), positions.contiguous(), pages, context_lens,
+            *indices.stride(), block_table.stride(0), *block_table.shape, query_len, page_stride, GROUPS=groups,
+            BUDGET=budget, UNIT=unit, PER_UNIT=per_unit, BLOCK_BUDGET=triton.next_power_of_2(budget),
+            BLOCK_PAGES=triton.next_power_of_2(per_unit), VERIFY=query_len > 0, num_warps=1,
+        )  # fmt: skip
     return PageTable(pages, context_lens)
 
 
@@ -239,7 +224,7 @@ def paged_attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, table: PageTabl
     out = torch.empty(rows, heads, width, dtype=q.dtype, device=q.device)
     if not rows:
         return out
-    hip = torch.version.hip is not None
+    hip = is_hip()
     keys = keys_per_part(hip)
     places = triton.cdiv(table.pages.shape[2] * PAGE_SIZE, keys)
     splits = max(min(places, triton.cdiv(FULL_GRID, rows * kv_heads)), 1)
@@ -247,32 +232,13 @@ def paged_attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, table: PageTabl
     if splits > 1:
         parts = empty_parts(rows, heads, places, width, q.device)
     _attend_kernel[(splits, kv_heads, rows)](
-        q,
-        k_pages,
-        v_pages,
-        table.pages,
-        table.context_lens,
-        parts.acc,
-        parts.m_i,
-        parts.l_i,
-        q.stride(0),
-        q.stride(1),
-        *k_pages.stride()[:3],
-        *v_pages.stride()[:3],
-        splits,
-        scale * LOG2_E,
-        KV_HEADS=kv_heads,
-        GROUP=heads // kv_heads,
-        D=width,
-        PAGE=PAGE_SIZE,
-        PAGES=table.pages.shape[2],
-        BLOCK_M=max(triton.next_power_of_2(heads // kv_heads), 16),
-        BLOCK_N=keys,
-        BLOCK_D=max(triton.next_power_of_2(width), 16),
-        SPLIT=splits > 1,
-        num_warps=4,
+        q, k_pages, v_pages, table.pages, table.context_lens, parts.acc, parts.m_i, parts.l_i, q.stride(0), q.stride(1),
+        *k_pages.stride()[:3], *v_pages.stride()[:3], splits, scale * LOG2_E, KV_HEADS=kv_heads,
+        GROUP=heads // kv_heads, D=width, PAGE=PAGE_SIZE, PAGES=table.pages.shape[2],
+        BLOCK_M=max(triton.next_power_of_2(heads // kv_heads), 16), BLOCK_N=keys,
+        BLOCK_D=max(triton.next_power_of_2(width), 16), SPLIT=splits > 1, num_warps=4,
         num_stages=1 if hip or q.dtype == torch.float32 else 3,
-    )
+    )  # fmt: skip
     if splits > 1:
         combine_parts(parts, table.context_lens, 0, keys, out)
     return out

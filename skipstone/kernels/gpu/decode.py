@@ -111,26 +111,10 @@ def accept(
     if not requests:
         return Accepted(count, emitted, following, next_start)
     _accept_kernel[(requests,)](
-        tokens.contiguous(),
-        token_ids,
-        start,
-        limit,
-        seed,
-        tokens if rates is None else rates,
-        count,
-        emitted,
-        following,
-        next_start,
-        token_ids.stride(0),
-        token_ids.stride(1),
-        start.stride(0),
-        limit.stride(0),
-        seed.stride(0),
-        N=n,
-        BLOCK_N=triton.next_power_of_2(n),
-        RATES=0 if rates is None else len(rates),
-        num_warps=1,
-    )
+        tokens.contiguous(), token_ids, start, limit, seed, tokens if rates is None else rates, count, emitted,
+        following, next_start, token_ids.stride(0), token_ids.stride(1), start.stride(0), limit.stride(0),
+        seed.stride(0), N=n, BLOCK_N=triton.next_power_of_2(n), RATES=0 if rates is None else len(rates), num_warps=1,
+    )  # fmt: skip
     return Accepted(count, emitted, following, next_start)
 
 

@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from skipstone.core.batch import Span
 from skipstone.kernels.gpu.descriptors import capability, describable
-from skipstone.kernels.gpu.gemm import compile_options, dot
+from skipstone.kernels.gpu.gemm import compile_options, dot, is_hip
 from skipstone.kernels.gpu.partial_sums import LOG2_E, LOWEST, ONES, Parts, combine, combine_parts, empty_parts
 
 SPLIT_ROWS = 8  # rows per request up to which parts may be spread over programs
@@ -171,7 +171,7 @@ def dense_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, span: Span, sca
     out = torch.empty(requests * n, heads, width, dtype=q.dtype, device=q.device)
     if not requests * n:
         return out
-    hip = torch.version.hip is not None
+    hip = is_hip()
     # Spread parts are stored in float32, by way of shared memory that the tallest tile leaves no room for.
     cut = dense_tiles(min(n * group, 64) if n <= SPLIT_ROWS else n * group, q.dtype, hip)
     row_tiles = triton.cdiv(n * group, cut.m)

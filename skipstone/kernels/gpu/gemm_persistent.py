@@ -1,4 +1,4 @@
-"""Matrix products of many rows by programs that stay, with tiles that the copy engine loads through descriptors.
+"""Matrix products of many rows by a persistent kernel, with tiles loaded by TMA.
 
 For NVIDIA GPUs from Hopper on. Sums over K go in the order of `gemm`, segment by segment, so the bits are the same.
 """

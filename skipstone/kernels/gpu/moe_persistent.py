@@ -1,4 +1,4 @@
-"""Products of experts with many rows by programs that stay, with tiles that the copy engine loads through descriptors.
+"""Products of experts with many rows by persistent kernels, with tiles loaded by TMA.
 
 For NVIDIA GPUs from Hopper on. Rows are gathered by expert first, as only whole tiles of memory can be described; the
 sums over K go in the order of `moe_prefill`, so the bits are the same.

@@ -92,18 +92,6 @@ def combine_parts(parts: Parts, counts: Tensor, missing: int, keys: int, out: Te
     rows, heads, places, width = parts.acc.shape
     block = min(triton.next_power_of_2(width), CHUNK)
     _combine_kernel[(rows, heads, triton.cdiv(width, block))](
-        parts.m_i,
-        parts.l_i,
-        parts.acc,
-        counts,
-        out,
-        places,
-        missing,
-        HEADS=heads,
-        GROUPS=counts.numel() // rows,
-        D=width,
-        BLOCK_D=block,
-        KEYS=keys,
-        UNROLL=8,
-        num_warps=1,
-    )
+        parts.m_i, parts.l_i, parts.acc, counts, out, places, missing, HEADS=heads, GROUPS=counts.numel() // rows,
+        D=width, BLOCK_D=block, KEYS=keys, UNROLL=8, num_warps=1,
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Exact attention over selected blocks for chunks of a prompt, with tiles that the copy engine loads.
+"""Exact attention over selected blocks for chunks of a prompt, with tiles loaded by TMA.
 
 For NVIDIA GPUs that load through tensor descriptors. A program takes a tile of neighbouring rows and walks the union of
 their blocks in ascending order. Blocks that lie before the first of the rows, all but the last one or two, need no mask

@@ -16,6 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from skipstone.core.batch import Span
+from skipstone.kernels.gpu.dot import is_hip
 from skipstone.kernels.gpu.partial_sums import LOG2_E, LOWEST
 from skipstone.kernels.gpu.sparse_gqa_blocks import BlockConfig, attend_by_blocks, block_config
 from skipstone.kernels.gpu.sparse_gqa_union import most_rows, union_of_rows, whole_rows
@@ -73,7 +74,7 @@ def prefill(
     requests, n = span.positions.shape
     kv_heads, budget = indices.shape[1:]
     group, width = q.shape[1] // kv_heads, q.shape[2]
-    hip = torch.version.hip is not None
+    hip = is_hip()
     tiles = tiles or prefill_config(k_cache.dtype, unit, group, budget, q.device.type, hip)
     if limit is None:
         limit = block_limit(tiles.rows, budget, unit, span.block_table.shape[1] * k_cache.shape[2])

@@ -54,22 +54,10 @@ def union_of_rows(indices: Tensor, unit: int, span: Span, rows_each: int, block_
     union = Union(lists[0], lists[1], lists[2], counts)
     pdl = pdl_options()
     _union_kernel[(requests * row_tiles * kv_heads,)](
-        indices,
-        span.positions,
-        span.block_table,
-        *union,
-        n,
-        span.block_table.stride(0),
-        KV_HEADS=kv_heads,
-        BUDGET=budget,
-        BUDGET_PAD=padded,
-        ROWS=rows_each,
-        UNIT=unit,
-        BLOCK_SIZE=block_size,
-        PDL=bool(pdl),
-        num_warps=4,
+        indices, span.positions, span.block_table, *union, n, span.block_table.stride(0), KV_HEADS=kv_heads,
+        BUDGET=budget, BUDGET_PAD=padded, ROWS=rows_each, UNIT=unit, BLOCK_SIZE=block_size, PDL=bool(pdl), num_warps=4,
         **pdl,
-    )
+    )  # fmt: skip
     return union
 
 

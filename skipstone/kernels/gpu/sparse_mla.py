@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from skipstone.core.batch import Span
-from skipstone.kernels.gpu.gemm import dot
+from skipstone.kernels.gpu.gemm import dot, is_hip
 from skipstone.kernels.gpu.partial_sums import LOG2_E, LOWEST, ONES, Parts, combine, combine_parts, empty_parts
 
 PART = 512
@@ -179,7 +179,7 @@ def sparse_mla(
     out = torch.empty(rows, heads, value_width, dtype=q.dtype, device=q.device)
     if not rows:
         return out
-    cut = latent_tiles(rows, heads, q.dtype, torch.version.hip is not None)
+    cut = latent_tiles(rows, heads, q.dtype, is_hip())
     head_tiles = triton.cdiv(heads, cut.heads)
     split = budget > PART and rows * head_tiles < WHOLE_GRID
     part = PART if exact or split else budget
@@ -190,35 +190,13 @@ def sparse_mla(
         counts = torch.empty(rows, dtype=torch.int32, device=q.device)
     chunk = min(max(triton.next_power_of_2(value_width), 16), VALUE_CHUNK)
     _attend_kernel[(head_tiles, most if split else 1, rows)](
-        q,
-        latent_cache,
-        indices,
-        span.block_table,
-        out,
-        *parts,
-        counts,
-        *q.stride()[:2],
-        indices.stride(0),
-        span.block_table.stride(0),
-        span.positions.shape[1],
-        scale * LOG2_E,
-        HEADS=heads,
-        WIDTH=width,
-        VALUES=value_width,
-        BUDGET=budget,
-        BLOCK_SIZE=latent_cache.shape[2],
-        BLOCK_M=cut.heads,
-        BLOCK_N=KEYS,
-        BLOCK_BUDGET=triton.next_power_of_2(budget),
-        CHUNK=chunk,
-        CHUNKS=triton.cdiv(value_width, chunk),
-        BLOCK_REST=max(triton.next_power_of_2(width - value_width), 16),
-        PART=part,
-        PARTS=most,
-        SPLIT=split,
-        num_warps=cut.warps,
-        num_stages=cut.stages,
-    )
+        q, latent_cache, indices, span.block_table, out, *parts, counts, *q.stride()[:2], indices.stride(0),
+        span.block_table.stride(0), span.positions.shape[1], scale * LOG2_E, HEADS=heads, WIDTH=width,
+        VALUES=value_width, BUDGET=budget, BLOCK_SIZE=latent_cache.shape[2], BLOCK_M=cut.heads, BLOCK_N=KEYS,
+        BLOCK_BUDGET=triton.next_power_of_2(budget), CHUNK=chunk, CHUNKS=triton.cdiv(value_width, chunk),
+        BLOCK_REST=max(triton.next_power_of_2(width - value_width), 16), PART=part, PARTS=most, SPLIT=split,
+        num_warps=cut.warps, num_stages=cut.stages,
+    )  # fmt: skip
     if split:
         combine_parts(parts, counts, 0, part, out)
     return out
