@@ -137,7 +137,6 @@ KERNELS = Registry(
             ("paged_attention", "block_table", "block_table"),
             ("sample", "sampling", "sampling"),
             ("step_rows", "decode", "decode"),
-            ("decode_rows", "decode", "decode"),
             ("accept", "decode", "decode"),
         ]
         for implementation, module in (("reference", f"reference.{reference}"), ("triton", f"gpu.{gpu}"))

@@ -16,7 +16,6 @@ from skipstone.errors import ShapeError, SkipstoneError
 from skipstone.kernels.reference.block_table import (
     PAGE_SIZE,
     PageTable,
-    decode_page_table,
     paged_attention,
     prefill_page_table,
     verify_page_table,
@@ -114,13 +113,13 @@ def test_the_worked_example_holds_the_loops_as_well() -> None:
 def test_single_rows(position: int, ids: list[int], firsts: list[int], context: int) -> None:
     blocks = [5, 7, 11, 23]
     assert page_row(ids, blocks, position, 128, 8) == (spread(firsts, 8, 4), context)
-    got = decode_page_table(int32([[ids]]), int32([blocks]), int32([position + 1]), 128, 8)
+    got = verify_page_table(int32([[ids]]), int32([blocks]), int32([position + 1]), 1, 128, 8)
     assert got.pages.tolist() == [[spread(firsts, 8, 4)]]
     assert got.context_lens.tolist() == [[context]]
 
 
 def test_a_tail_named_twice_counts_once() -> None:
-    got = decode_page_table(int32([[[2, 0, 2, -1]]]), int32([[5, 7, 11, 23]]), int32([260]), 128, 8)
+    got = verify_page_table(int32([[[2, 0, 2, -1]]]), int32([[5, 7, 11, 23]]), int32([260]), 1, 128, 8)
     assert got.pages[0, 0, :16].tolist() == [*range(40, 48), *range(88, 96)]
     assert got.context_lens.tolist() == [[132]]
 
@@ -189,7 +188,7 @@ def test_the_three_builders_agree(query_len: int) -> None:
     verified = verify_page_table(indices, blocks, int32(seq_lens), query_len, 16, 1)
     assert same(verified, prefill_page_table(indices, blocks, request_ids, positions, 16, 1))
     last = slice(query_len - 1, None, query_len)
-    decoded = decode_page_table(indices[last], blocks, int32(seq_lens), 16, 1)
+    decoded = verify_page_table(indices[last], blocks, int32(seq_lens), 1, 16, 1)
     assert same(decoded, PageTable(verified.pages[last], verified.context_lens[last]))
 
 
@@ -199,7 +198,8 @@ def test_one_row_per_request_is_decoding() -> None:
     indices = int32(random_indices(rng, [n - 1 for n in seq_lens], 4, 6, 128))
     blocks, lengths = int32(random_block_table(rng, 6, 8)), int32(seq_lens)
     verified = verify_page_table(indices, blocks, lengths, 1, 128, 16)
-    assert same(verified, decode_page_table(indices, blocks, lengths, 128, 16))
+    positions = lengths - 1
+    assert same(verified, prefill_page_table(indices, blocks, torch.arange(6), positions, 128, 16))
     assert int(verified.context_lens.max()) > 0
 
 
@@ -234,7 +234,7 @@ def test_arguments_are_left_alone() -> None:
     arguments = int32(random_indices(rng, [19] * 4, 2, 3, 16)), int32([[4, 5], [6, 7]]), int32([20, 20])
     before = [argument.clone() for argument in arguments]
     verify_page_table(*arguments, 2, 16, 1)
-    decode_page_table(arguments[0][:2], *arguments[1:], 16, 1)
+    verify_page_table(arguments[0][:2], *arguments[1:], 1, 16, 1)
     prefill_page_table(*arguments[:2], torch.tensor([0, 0, 1, 1]), torch.tensor([19] * 4), 16, 1)
     assert all(torch.equal(a, b) for a, b in zip(arguments, before, strict=True))
 
@@ -258,7 +258,7 @@ def test_a_wrong_number_of_rows_is_refused(rows: int, query_len: int) -> None:
 @pytest.mark.parametrize("rows", [4, 6, 10])
 def test_decoding_takes_one_row_per_request(rows: int) -> None:
     with pytest.raises(ShapeError):
-        decode_page_table(torch.zeros(rows, 1, 2).int(), torch.zeros(5, 3).int(), torch.full((5,), 40).int(), 16, 1)
+        verify_page_table(torch.zeros(rows, 1, 2).int(), torch.zeros(5, 3).int(), torch.full((5,), 40).int(), 1, 16, 1)
 
 
 @pytest.mark.parametrize("rows", [(4, 4, 3), (4, 1, 4), (3, 4, 4)])
@@ -271,7 +271,7 @@ def test_prompt_rows_have_one_request_and_one_position_each(rows: tuple[int, int
 @pytest.mark.parametrize("unit", [1, 8, 24, 100])
 def test_units_that_are_not_whole_pages_are_refused(unit: int) -> None:
     with pytest.raises(SkipstoneError, match=str(unit)):
-        decode_page_table(torch.zeros(1, 1, 2).int(), torch.zeros(1, 3).int(), torch.tensor([40]), unit, 2)
+        verify_page_table(torch.zeros(1, 1, 2).int(), torch.zeros(1, 3).int(), torch.tensor([40]), 1, unit, 2)
 
 
 class World(NamedTuple):
@@ -399,7 +399,7 @@ def test_rows_without_keys_give_zeros(exact: bool) -> None:
     pages[5, 1, :3] = 1.0
     indices = int32([[[0, -1], [0, -1]], [[-1, 7], [0, -1]]])
     table = verify_page_table(indices, int32([[5, 6]]), int32([3]), 2, 16, 1)
-    padding = decode_page_table(indices, int32([[0, 0], [0, 0]]), int32([0, 0]), 16, 1)
+    padding = verify_page_table(indices, int32([[0, 0], [0, 0]]), int32([0, 0]), 1, 16, 1)
     q = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(1))
     assert torch.equal(paged_attention(q, pages, pages, padding, 1.0, exact), torch.zeros(2, 4, 8))
     got = paged_attention(q[1:], pages, pages, PageTable(table.pages[1:], table.context_lens[1:]), 1.0, exact)

@@ -19,7 +19,7 @@ TESTED_IN = {
     "test_kernels_attention.py": ("dense_attention", "sparse_gqa", "sparse_mla"),
     "test_index_rows.py": ("index_rows",),
     "test_kernels_selection.py": ("block_select", "token_select"),
-    "test_kernels_steps.py": ("step_rows", "decode_rows", "accept"),
+    "test_kernels_steps.py": ("step_rows", "accept"),
     "test_kernels_tables.py": ("verify_page_table", "prefill_page_table", "paged_attention"),
     "test_kernels_rows.py": (
         "linear", "bmm", "rms_norm", "add_rms_norm", "rotate", "norm_rotate_store", "gated", "store",

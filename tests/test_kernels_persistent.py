@@ -88,7 +88,7 @@ def test_not_in_the_interpreter() -> None:
     """Nobody has them there, unless a test asks."""
     x, weight = random(512, 256), random(256, 256)
     if triton.knobs.runtime.interpret:
-        assert not gemm_persistent.fits(x, weight)
+        assert not gemm_persistent.product_fits(x, weight)
 
 
 @pytest.mark.parametrize("starts", [(0,), (150,), (40, 300)])
@@ -126,8 +126,9 @@ def test_chunks_in_exact_attention(overlap: bool, monkeypatch: pytest.MonkeyPatc
     caches[1].view(8, kv_heads, size, width)[int(table[0, -1]), :, (first + n) % size :] = float("nan")
     q = random(n, 3 * kv_heads * group, width)[:, : kv_heads * group]
     args = (q, *caches, chosen.to(DEVICE), unit, span, width**-0.5)
-    plain = sparse_gqa.attend(*args, 4, 1, sparse_gqa.Config(64, 16, 4, 2))
+    shape = sparse_gqa.AttendConfig(64, 16, 4, 2)
+    plain = sparse_gqa.attend(*args, 4, 1, shape)
     tiles = sparse_gqa_chunk.ChunkConfig(4, 64, 16, 8)
     assert torch.equal(sparse_gqa_chunk.attend_chunk(*args, tiles), plain)
-    assert torch.equal(sparse_gqa.attend(args[0].contiguous(), *args[1:], 4, 1, sparse_gqa.Config(64, 16, 4, 2)), plain)
+    assert torch.equal(sparse_gqa.attend(args[0].contiguous(), *args[1:], 4, 1, shape), plain)
     assert not plain.isnan().any()

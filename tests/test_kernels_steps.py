@@ -30,7 +30,7 @@ def requests(n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("n", [1, 2, 4, 7])
 def test_rows(n: int) -> None:
     token_ids, start, limit, table = requests(n)
-    got = Kernel("decode_rows")(token_ids, start, limit, table, SIZE)
+    got = Kernel("step_rows")(token_ids, None, start, limit, table, None, None, SIZE)
     for request in range(len(start)):
         seen = []
         for i in range(n):
@@ -44,7 +44,7 @@ def test_rows(n: int) -> None:
             seen.append(position if real else PAD)
         assert got.seen[request * n :][:n].tolist() == seen
         assert int(got.seq_lens[request]) == max(seen) + 1
-    assert all(map(same_bits, got, reference.decode_rows(token_ids, start, limit, table, SIZE)))
+    assert all(map(same_bits, got, reference.step_rows(token_ids, None, start, limit, table, None, None, SIZE)))
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -105,8 +105,8 @@ def test_views_of_a_state() -> None:
     token_ids, start, limit, table = requests(4)
     state = torch.cat([table, token_ids, start[:, None], limit[:, None]], dim=1)
     views = state[:, 6:10], state[:, 10], state[:, 11], state[:, :6]
-    expected = Kernel("decode_rows")(token_ids, start, limit, table, SIZE)
-    assert all(map(same_bits, Kernel("decode_rows")(*views, SIZE), expected))
+    expected = Kernel("step_rows")(token_ids, None, start, limit, table, None, None, SIZE)
+    assert all(map(same_bits, Kernel("step_rows")(views[0], None, *views[1:], None, None, SIZE), expected))
     samples = torch.randint(0, 9, (9, 4), generator=torch.Generator().manual_seed(1))
     arguments = (samples, views[0], views[1], views[2], start, None)
     assert all(map(same_bits, Kernel("accept")(*arguments), reference.accept(*arguments)))

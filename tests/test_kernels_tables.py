@@ -66,9 +66,6 @@ def test_verify_rows(shape: tuple[int, ...], query_len: int, index_dtype: torch.
     for stride in (unit // 16, unit // 8):
         arguments = (indices, blocks, lengths, query_len, unit, stride)
         same_table(Kernel("verify_page_table")(*arguments), reference.verify_page_table(*arguments))
-    if query_len == 1:
-        arguments = (indices, blocks, lengths, unit, unit // 16)
-        same_table(Kernel("decode_page_table")(*arguments), reference.decode_page_table(*arguments))
 
 
 @pytest.mark.parametrize(("unit", "budget", "groups"), [(16, 7, 3), (128, 16, 4)])

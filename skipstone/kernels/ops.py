@@ -45,7 +45,6 @@ class Ops:
     paged_attention: Callable[..., Tensor]
     sample: Callable[..., Tensor]
     step_rows: Callable[..., PlacedRows]
-    decode_rows: Callable[..., PlacedRows]
     accept: Callable[..., Accepted]
 
     @property

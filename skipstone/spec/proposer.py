@@ -108,7 +108,7 @@ class DraftStep:
         count, n = token_ids.shape
         table = self.draft_at.blocks[:, : table_columns(self.max_seq_len, self.block_size)]
         end = end.clamp(max=table.shape[1] * self.block_size)
-        rows = self.ops.decode_rows(token_ids, start, end, table, self.block_size)
+        rows = self.ops.step_rows(token_ids, None, start, end, table, None, None, self.block_size)
         seen = rows.seen.view(count, n)
         if see_ahead:
             seen = torch.where(seen >= 0, seen.amax(dim=1, keepdim=True), PAD)

@@ -236,7 +236,7 @@ def _steps(model: Geometry, rows: int) -> Iterator[Call]:
     slots, pool = torch.zeros(rows // n, dtype=torch.int64), torch.zeros(rows // n, 256, dtype=torch.int32)
     row = torch.zeros(rows, dtype=torch.int64)
     yield "step_rows", "", _op("step_rows", pool, slots, each, each, table, row, row, model.block_size)
-    yield "decode_rows", "", _op("decode_rows", tokens, each, each, table, model.block_size)
+    yield "step_rows", "drafts", _op("step_rows", tokens, None, each, each, table, None, None, model.block_size)
     for label, rates in (("", None), ("coins", torch.zeros(3, dtype=torch.float64))):
         yield "accept", label, _op("accept", tokens, tokens, each, each, each, rates)
 

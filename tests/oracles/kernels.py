@@ -93,14 +93,10 @@ class Kernel:
     by: ClassVar[Implementation] = "triton"
 
     def __init__(self, name: str, writes: bool = False) -> None:
-        assert name in OP_NAMES or name == "decode_page_table", name
+        assert name in OP_NAMES, name
         self.name, self.writes = name, writes
 
     def op(self) -> Callable[..., Any]:
-        if self.name == "decode_page_table":
-            from skipstone.kernels.gpu.block_table import decode_page_table
-
-            return decode_page_table
         return KERNELS.load(f"{self.name}/{self.by}")
 
     def __call__(self, *args: Any) -> Any:

@@ -11,6 +11,7 @@ from skipstone.core.batch import PAD, SPARE_BLOCK, ZERO_BLOCK
 from skipstone.kernels.cpu.jit import array, kernel, result
 from skipstone.kernels.reference.decode import Accepted, PlacedRows
 from skipstone.kernels.reference.decode import accept as reference_accept
+from skipstone.kernels.reference.decode import step_rows as reference_step_rows
 
 
 @kernel(
@@ -37,15 +38,17 @@ def _step_rows(
 
 def step_rows(
     tokens: Tensor,
-    slots: Tensor,
+    slots: Tensor | None,
     start: Tensor,
     end: Tensor,
     table: Tensor,
-    row_item: Tensor,
-    row_offset: Tensor,
+    row_item: Tensor | None,
+    row_offset: Tensor | None,
     block_size: int,
 ) -> PlacedRows:
-    """See the plain-torch twin."""
+    """See the plain-torch twin, which also places rows that bring their tokens."""
+    if slots is None or row_item is None or row_offset is None:
+        return reference_step_rows(tokens, slots, start, end, table, row_item, row_offset, block_size)
     parts = [result(size, dtype=np.int64) for size in (*[len(row_item)] * 5, len(slots))]
     inputs = [array(each) for each in (tokens, slots, start, end, table, row_item, row_offset)]
     _step_rows(*inputs, block_size, *(values for _, values in parts))

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from skipstone.kernels.gpu.gemm import dot
+from skipstone.kernels.gpu.gemm import dot, is_hip
 from skipstone.kernels.gpu.partial_sums import LOG2_E, LOWEST, ONES, Parts, combine, combine_parts, empty_parts
 from skipstone.kernels.reference.block_table import (
     PAGE_SIZE,
@@ -101,8 +101,8 @@ def _attend_kernel(
     pages_ptr,  # [T, KV_HEADS, PAGES] int32
     context_lens_ptr,  # [T, KV_HEADS] int32
     out_ptr,  # [T, KV_HEADS * GROUP, D]; SPLIT: partial outputs [T, KV_HEADS * GROUP, parts, D] float32
-    part_peak_ptr,  # [T, KV_HEADS * GROUP, parts] float32
-    part_total_ptr,  # as part_peak
+    part_m_ptr,  # [T, KV_HEADS * GROUP, parts] float32
+    part_l_ptr,  # as part_m
     q_row_stride,
     q_head_stride,
     k_page_stride,
@@ -136,8 +136,8 @@ def _attend_kernel(
     pages_ptr += (row * KV_HEADS + kv_head) * PAGES
     parts: tl.constexpr = (PAGES * PAGE + BLOCK_N - 1) // BLOCK_N
     ones = tl.full([BLOCK_N, ONES], 1.0, tl.float32).to(q.dtype)
-    peak = tl.full([BLOCK_M], LOWEST, tl.float32)
-    total = tl.zeros([BLOCK_M, ONES], tl.float32)
+    m_i = tl.full([BLOCK_M], LOWEST, tl.float32)
+    l_i = tl.zeros([BLOCK_M, ONES], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for part in range(split, tl.cdiv(count, BLOCK_N), splits):
         key = part * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -151,26 +151,21 @@ def _attend_kernel(
         scores = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
         scores = tl.where((key < count)[None, :], scores, float("-inf"))
         # The maximum also keeps the compiler from fusing this product into the differences that `combine` takes.
-        part_peak = tl.maximum(tl.max(scores, axis=1) * scale, LOWEST)
-        weights = tl.exp2(tl.fma(scores, scale, -part_peak[:, None])).to(v.dtype)
-        part_total = dot(weights, ones, tl.zeros([BLOCK_M, ONES], tl.float32))
+        part_m = tl.maximum(tl.max(scores, axis=1) * scale, LOWEST)
+        weights = tl.exp2(tl.fma(scores, scale, -part_m[:, None])).to(v.dtype)
+        part_l = dot(weights, ones, tl.zeros([BLOCK_M, ONES], tl.float32))
         part_acc = dot(weights, v, tl.zeros([BLOCK_M, BLOCK_D], tl.float32))
         if SPLIT:
             place = (row * (KV_HEADS * GROUP) + head) * parts + part
             tl.store(out_ptr + place[:, None] * D + dim[None, :], part_acc, mask=in_row)
-            tl.store(part_peak_ptr + place, part_peak, mask=member < GROUP)
-            tl.store(part_total_ptr + place, tl.max(part_total, axis=1), mask=member < GROUP)
+            tl.store(part_m_ptr + place, part_m, mask=member < GROUP)
+            tl.store(part_l_ptr + place, tl.max(part_l, axis=1), mask=member < GROUP)
         else:
-            peak, total, acc = combine(peak, total, acc, part_peak, part_total, part_acc)
+            m_i, l_i, acc = combine(m_i, l_i, acc, part_m, part_l, part_acc)
     if not SPLIT:
-        divisor = tl.max(total, axis=1)[:, None]
+        divisor = tl.max(l_i, axis=1)[:, None]
         out = tl.where(divisor > 0, acc / divisor, 0.0).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + (row * (KV_HEADS * GROUP) + head)[:, None] * D + dim[None, :], out, mask=in_row)
-
-
-def decode_page_table(indices: Tensor, block_table: Tensor, seq_lens: Tensor, unit: int, page_stride: int) -> PageTable:
-    """Tables of requests with one row each, the last token of its sequence. See the twin in `reference`."""
-    return verify_page_table(indices, block_table, seq_lens, 1, unit, page_stride)
 
 
 def verify_page_table(
@@ -206,26 +201,11 @@ def _page_table(
     context_lens = torch.empty(rows, groups, dtype=torch.int32, device=indices.device)
     if rows:
         _page_table_kernel[(rows, groups)](
-            indices,
-            block_table,
-            request_ids.contiguous(),
-            positions.contiguous(),
-            pages,
-            context_lens,
-            *indices.stride(),
-            block_table.stride(0),
-            *block_table.shape,
-            query_len,
-            page_stride,
-            GROUPS=groups,
-            BUDGET=budget,
-            UNIT=unit,
-            PER_UNIT=per_unit,
-            BLOCK_BUDGET=triton.next_power_of_2(budget),
-            BLOCK_PAGES=triton.next_power_of_2(per_unit),
-            VERIFY=query_len > 0,
-            num_warps=1,
-        )
+            indices, block_table, request_ids.contiguous(), positions.contiguous(), pages, context_lens,
+            *indices.stride(), block_table.stride(0), *block_table.shape, query_len, page_stride, GROUPS=groups,
+            BUDGET=budget, UNIT=unit, PER_UNIT=per_unit, BLOCK_BUDGET=triton.next_power_of_2(budget),
+            BLOCK_PAGES=triton.next_power_of_2(per_unit), VERIFY=query_len > 0, num_warps=1,
+        )  # fmt: skip
     return PageTable(pages, context_lens)
 
 
@@ -244,7 +224,7 @@ def paged_attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, table: PageTabl
     out = torch.empty(rows, heads, width, dtype=q.dtype, device=q.device)
     if not rows:
         return out
-    hip = torch.version.hip is not None
+    hip = is_hip()
     keys = keys_per_part(hip)
     places = triton.cdiv(table.pages.shape[2] * PAGE_SIZE, keys)
     splits = max(min(places, triton.cdiv(FULL_GRID, rows * kv_heads)), 1)
@@ -252,32 +232,13 @@ def paged_attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, table: PageTabl
     if splits > 1:
         parts = empty_parts(rows, heads, places, width, q.device)
     _attend_kernel[(splits, kv_heads, rows)](
-        q,
-        k_pages,
-        v_pages,
-        table.pages,
-        table.context_lens,
-        parts.acc,
-        parts.peak,
-        parts.total,
-        q.stride(0),
-        q.stride(1),
-        *k_pages.stride()[:3],
-        *v_pages.stride()[:3],
-        splits,
-        scale * LOG2_E,
-        KV_HEADS=kv_heads,
-        GROUP=heads // kv_heads,
-        D=width,
-        PAGE=PAGE_SIZE,
-        PAGES=table.pages.shape[2],
-        BLOCK_M=max(triton.next_power_of_2(heads // kv_heads), 16),
-        BLOCK_N=keys,
-        BLOCK_D=max(triton.next_power_of_2(width), 16),
-        SPLIT=splits > 1,
-        num_warps=4,
+        q, k_pages, v_pages, table.pages, table.context_lens, parts.acc, parts.m_i, parts.l_i, q.stride(0), q.stride(1),
+        *k_pages.stride()[:3], *v_pages.stride()[:3], splits, scale * LOG2_E, KV_HEADS=kv_heads,
+        GROUP=heads // kv_heads, D=width, PAGE=PAGE_SIZE, PAGES=table.pages.shape[2],
+        BLOCK_M=max(triton.next_power_of_2(heads // kv_heads), 16), BLOCK_N=keys,
+        BLOCK_D=max(triton.next_power_of_2(width), 16), SPLIT=splits > 1, num_warps=4,
         num_stages=1 if hip or q.dtype == torch.float32 else 3,
-    )
+    )  # fmt: skip
     if splits > 1:
         combine_parts(parts, table.context_lens, 0, keys, out)
     return out

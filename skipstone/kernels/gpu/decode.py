@@ -22,30 +22,33 @@ ROWS = 128  # of a program
 
 def step_rows(
     tokens: Tensor,
-    slots: Tensor,
+    slots: Tensor | None,
     start: Tensor,
     end: Tensor,
     table: Tensor,
-    row_item: Tensor,
-    row_offset: Tensor,
+    row_item: Tensor | None,
+    row_offset: Tensor | None,
     block_size: int,
 ) -> PlacedRows:
     """See `kernels.reference.decode.step_rows`."""
-    count = len(row_item)
+    listed = slots is not None and row_item is not None and row_offset is not None
+    count = len(row_item) if row_item is not None else tokens.numel()
     ids, places, seen, blocks, offsets = torch.empty(5, count, dtype=torch.int64, device=start.device)
     lens = torch.empty(len(start), dtype=torch.int64, device=start.device)
-    _step_rows_kernel[(triton.cdiv(count, ROWS),)](
-        tokens, slots, start, end, table, row_item, row_offset, ids, places, seen, blocks, offsets, lens,
-        count, tokens.stride(0), slots.stride(0), start.stride(0), table.stride(0), BLOCK_SIZE=block_size, ROWS=ROWS,
-        num_warps=4,
-    )  # fmt: skip
+    if count:
+        _step_rows_kernel[(triton.cdiv(count, ROWS),)](
+            tokens, slots if listed else start, start, end, table, row_item if listed else start,
+            row_offset if listed else start, ids, places, seen, blocks, offsets, lens, count, *tokens.stride(),
+            slots.stride(0) if slots is not None else 0, start.stride(0), end.stride(0), *table.stride(),
+            N=0 if listed else tokens.shape[1], BLOCK_SIZE=block_size, ROWS=ROWS, num_warps=4,
+        )  # fmt: skip
     return PlacedRows(ids, places, seen, blocks, offsets, lens)
 
 
-@triton.jit(do_not_specialize=["count", "token_stride", "slot_stride", "start_stride", "table_stride"])
+@triton.jit(do_not_specialize=["count", "token_stride", "slot_stride", "start_stride", "end_stride", "table_stride"])
 def _step_rows_kernel(
-    token_ptr,  # [S, W] int32
-    slot_ptr,  # [R] int64
+    token_ptr,  # [S, W] int32; with N [R, N] int64
+    slot_ptr,  # [R] int64; not read with N, nor are item_ptr and row_offset_ptr
     start_ptr,  # [R] int64
     end_ptr,  # [R] int64
     table_ptr,  # [R, blocks] int64
@@ -59,24 +62,36 @@ def _step_rows_kernel(
     len_ptr,  # [R] int64
     count,
     token_stride,
+    column_stride,
     slot_stride,
     start_stride,
+    end_stride,
     table_stride,
+    entry_stride,
+    N: tl.constexpr,  # rows of every request; 0: as listed
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < count
-    item = tl.load(item_ptr + row, mask=inside, other=0)
-    row_offset = tl.load(row_offset_ptr + row, mask=inside, other=0)
+    if N > 0:
+        item = row // N
+        row_offset = row % N
+    else:
+        item = tl.load(item_ptr + row, mask=inside, other=0)
+        row_offset = tl.load(row_offset_ptr + row, mask=inside, other=0)
     start = tl.load(start_ptr + item * start_stride, mask=inside, other=-1)
-    end = tl.load(end_ptr + item, mask=inside, other=0)
-    slot = tl.load(slot_ptr + item * slot_stride, mask=inside, other=0)
+    end = tl.load(end_ptr + item * end_stride, mask=inside, other=0)
     position = start + row_offset
     real = inside & (start >= 0) & (position < end)
     place = tl.where(real, position, 0)
-    token = tl.load(token_ptr + slot * token_stride + place, mask=real, other=0).to(tl.int64)
-    block = tl.load(table_ptr + item * table_stride + place // BLOCK_SIZE, mask=real, other=ZERO)
+    if N > 0:
+        token = tl.load(token_ptr + item * token_stride + row_offset * column_stride, mask=inside, other=0)
+        end = tl.where(end > start, tl.minimum(end, start + N), 0)
+    else:
+        slot = tl.load(slot_ptr + item * slot_stride, mask=inside, other=0)
+        token = tl.load(token_ptr + slot * token_stride + place * column_stride, mask=real, other=0).to(tl.int64)
+    block = tl.load(table_ptr + item * table_stride + place // BLOCK_SIZE * entry_stride, mask=real, other=ZERO)
     tl.store(ids_ptr + row, tl.maximum(token, 0), mask=inside)
     tl.store(place_ptr + row, place, mask=inside)
     tl.store(seen_ptr + row, tl.where(real, position, NONE), mask=inside)
@@ -84,63 +99,6 @@ def _step_rows_kernel(
     tl.store(offset_ptr + row, place % BLOCK_SIZE, mask=inside)
     first = inside & (row_offset == 0)
     tl.store(len_ptr + item, tl.where(start >= 0, end, 0), mask=first)
-
-
-def decode_rows(token_ids: Tensor, start: Tensor, end: Tensor, table: Tensor, block_size: int) -> PlacedRows:
-    """See `kernels.reference.decode.decode_rows`."""
-    requests, n = token_ids.shape
-    ids, places, seen, blocks, offsets = torch.empty(5, requests * n, dtype=torch.int64, device=token_ids.device)
-    lens = torch.empty(requests, dtype=torch.int64, device=token_ids.device)
-    if not requests:
-        return PlacedRows(ids, places, seen, blocks, offsets, lens)
-    _rows_kernel[(requests,)](
-        token_ids, start, end, table, ids, places, seen, blocks, offsets, lens,
-        token_ids.stride(0), token_ids.stride(1), start.stride(0), end.stride(0), table.stride(0), table.stride(1),
-        N=n, BLOCK_N=triton.next_power_of_2(n), BLOCK_SIZE=block_size, num_warps=1,
-    )  # fmt: skip
-    return PlacedRows(ids, places, seen, blocks, offsets, lens)
-
-
-@triton.jit(do_not_specialize=["token_stride", "start_stride", "limit_stride", "table_stride"])
-def _rows_kernel(
-    token_ptr,  # [R, N] int64
-    start_ptr,  # [R] int64
-    limit_ptr,  # [R] int64
-    table_ptr,  # [R, blocks] int64
-    ids_ptr,  # [R * N] int64
-    place_ptr,  # [R * N] int64
-    seen_ptr,  # [R, N] int64
-    block_ptr,  # [R * N] int64
-    offset_ptr,  # [R * N] int64
-    len_ptr,  # [R] int64
-    token_stride,
-    column_stride,
-    start_stride,
-    limit_stride,
-    table_stride,
-    entry_stride,
-    N: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-):
-    request = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK_N)
-    inside = column < N
-    start = tl.load(start_ptr + request * start_stride)
-    limit = tl.load(limit_ptr + request * limit_stride)
-    token = tl.load(token_ptr + request * token_stride + column * column_stride, mask=inside, other=0)
-    position = start + column
-    real = inside & (start >= 0) & (position < limit)
-    place = tl.where(real, position, 0)
-    block = tl.load(table_ptr + request * table_stride + place // BLOCK_SIZE * entry_stride, mask=inside, other=0)
-    seen = tl.where(real, position, NONE)
-    out = request * N + column
-    tl.store(ids_ptr + out, tl.maximum(token, 0), mask=inside)
-    tl.store(place_ptr + out, place, mask=inside)
-    tl.store(seen_ptr + out, seen, mask=inside)
-    tl.store(block_ptr + out, tl.where(real & (block != ZERO), block, SPARE), mask=inside)
-    tl.store(offset_ptr + out, place % BLOCK_SIZE, mask=inside)
-    tl.store(len_ptr + request, tl.max(seen, axis=0) + 1)
 
 
 def accept(
@@ -153,26 +111,10 @@ def accept(
     if not requests:
         return Accepted(count, emitted, following, next_start)
     _accept_kernel[(requests,)](
-        tokens.contiguous(),
-        token_ids,
-        start,
-        limit,
-        seed,
-        tokens if rates is None else rates,
-        count,
-        emitted,
-        following,
-        next_start,
-        token_ids.stride(0),
-        token_ids.stride(1),
-        start.stride(0),
-        limit.stride(0),
-        seed.stride(0),
-        N=n,
-        BLOCK_N=triton.next_power_of_2(n),
-        RATES=0 if rates is None else len(rates),
-        num_warps=1,
-    )
+        tokens.contiguous(), token_ids, start, limit, seed, tokens if rates is None else rates, count, emitted,
+        following, next_start, token_ids.stride(0), token_ids.stride(1), start.stride(0), limit.stride(0),
+        seed.stride(0), N=n, BLOCK_N=triton.next_power_of_2(n), RATES=0 if rates is None else len(rates), num_warps=1,
+    )  # fmt: skip
     return Accepted(count, emitted, following, next_start)
 
 

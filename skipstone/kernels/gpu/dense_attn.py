@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from skipstone.core.batch import Span
 from skipstone.kernels.gpu.descriptors import capability, describable
-from skipstone.kernels.gpu.gemm import dot
+from skipstone.kernels.gpu.gemm import compile_options, dot, is_hip
 from skipstone.kernels.gpu.partial_sums import LOG2_E, LOWEST, ONES, Parts, combine, combine_parts, empty_parts
 
 SPLIT_ROWS = 8  # rows per request up to which parts may be spread over programs
@@ -29,7 +29,7 @@ SPLIT_GRID = 1024  # programs to aim for otherwise: many, as a device that is ou
 MOST_SCRATCH = 1 << 28  # bytes of partial results beyond which parts are not spread
 
 
-class Tiles(NamedTuple):
+class DenseTiles(NamedTuple):
     """How a call is cut. No bit of a result depends on `m`, `warps` and `stages`."""
 
     m: int  # query rows times heads of a group
@@ -38,32 +38,27 @@ class Tiles(NamedTuple):
     stages: int
 
 
-def tiles(rows: int, dtype: torch.dtype, hip: bool) -> Tiles:
+def dense_tiles(rows: int, dtype: torch.dtype, hip: bool) -> DenseTiles:
     """`rows`: query rows times heads of a group that share keys. `keys` depends on the target and the dtype alone."""
     if dtype == torch.float32:
-        return Tiles(16, 64, 4, 1)
+        return DenseTiles(16, 64, 4, 1)
     m = min(max(triton.next_power_of_2(rows), 16), 64 if hip else 128)
     if hip:
-        return Tiles(m, 64, 4, 2)
-    return Tiles(m, 128, 8 if m == 128 else 4, 3)
-
-
-def instruction(hip: bool) -> dict[str, int]:
-    """On CDNA one matrix instruction for tiles of every height: another would add in another order."""
-    return {"matrix_instr_nonkdim": 16} if hip else {}
+        return DenseTiles(m, 64, 4, 2)
+    return DenseTiles(m, 128, 8 if m == 128 else 4, 3)
 
 
 @triton.jit
 def _reduce(q, k, v, ones, limit, key, scale, MASKED: tl.constexpr):
-    """Peak, sum of weights and weighted values of one part; keys past `limit` are hidden if MASKED."""
+    """Maximum, sum of weights and weighted values of one part; keys past `limit` are hidden if MASKED."""
     scores = dot(q, tl.trans(k), tl.zeros([q.shape[0], k.shape[0]], tl.float32))
     if MASKED:
         scores = tl.where(key[None, :] <= limit[:, None], scores, float("-inf"))
     # The maximum also keeps the compiler from fusing this product into the differences that `combine` takes.
-    peak = tl.maximum(tl.max(scores, axis=1) * scale, LOWEST)
-    weights = tl.exp2(tl.fma(scores, scale, -peak[:, None])).to(v.dtype)
-    total = dot(weights, ones, tl.zeros([q.shape[0], ones.shape[1]], tl.float32))
-    return peak, total, dot(weights, v, tl.zeros(q.shape, tl.float32))
+    m_i = tl.maximum(tl.max(scores, axis=1) * scale, LOWEST)
+    weights = tl.exp2(tl.fma(scores, scale, -m_i[:, None])).to(v.dtype)
+    l_i = dot(weights, ones, tl.zeros([q.shape[0], ones.shape[1]], tl.float32))
+    return m_i, l_i, dot(weights, v, tl.zeros(q.shape, tl.float32))
 
 
 @triton.jit(do_not_specialize=["rows_per_request", "table_stride", "parts", "splits"])
@@ -76,8 +71,8 @@ def _attend_kernel(
     positions_ptr,  # [R, n]
     table_ptr,  # [R, blocks]
     out_ptr,  # [R * n, KV_HEADS * GROUP, D]; SPLIT: partial outputs [R * n, KV_HEADS * GROUP, parts, D] float32
-    part_peak_ptr,  # [R * n, KV_HEADS * GROUP, parts] float32
-    part_total_ptr,  # as part_peak
+    part_m_ptr,  # [R * n, KV_HEADS * GROUP, parts] float32
+    part_l_ptr,  # as part_m
     q_row_stride,
     q_head_stride,
     table_stride,
@@ -111,8 +106,8 @@ def _attend_kernel(
     q = tl.load(q_ptr + row[:, None] * q_row_stride + head[:, None] * q_head_stride + dim[None, :], in_row, other=0.0)
 
     ones = tl.full([BLOCK_N, ONES], 1.0, tl.float32).to(q.dtype)
-    peak = tl.full([BLOCK_M], LOWEST, tl.float32)
-    total = tl.zeros([BLOCK_M, ONES], tl.float32)
+    m_i = tl.full([BLOCK_M], LOWEST, tl.float32)
+    l_i = tl.zeros([BLOCK_M, ONES], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     whole = split
     if DESCRIPTORS:  # parts that every row of the tile sees to their end
@@ -122,8 +117,8 @@ def _attend_kernel(
             place = (block * KV_HEADS + kv_head) * BLOCK_SIZE + part * BLOCK_N % BLOCK_SIZE
             k = k_rows.load([place, 0])
             v = v_rows.load([place, 0])
-            part_peak, part_total, part_acc = _reduce(q, k, v, ones, position, position, scale, False)
-            peak, total, acc = combine(peak, total, acc, part_peak, part_total, part_acc)
+            part_m, part_l, part_acc = _reduce(q, k, v, ones, position, position, scale, False)
+            m_i, l_i, acc = combine(m_i, l_i, acc, part_m, part_l, part_acc)
     for part in range(whole, tl.cdiv(length, BLOCK_N), splits):
         start = part * BLOCK_N
         key = start + tl.arange(0, BLOCK_N)
@@ -146,16 +141,16 @@ def _attend_kernel(
         else:
             k = tl.load(k_ptrs, mask=(dim < D)[None, :], other=0.0)
             v = tl.load(v_ptrs, mask=(dim < D)[None, :], other=0.0)
-        part_peak, part_total, part_acc = _reduce(q, k, v, ones, position, key, scale, True)
+        part_m, part_l, part_acc = _reduce(q, k, v, ones, position, key, scale, True)
         if SPLIT:
             place = (row * (KV_HEADS * GROUP) + head) * parts + part
             tl.store(out_ptr + place[:, None] * D + dim[None, :], part_acc, mask=in_row)
-            tl.store(part_peak_ptr + place, part_peak, mask=inside)
-            tl.store(part_total_ptr + place, tl.max(part_total, axis=1), mask=inside)
+            tl.store(part_m_ptr + place, part_m, mask=inside)
+            tl.store(part_l_ptr + place, tl.max(part_l, axis=1), mask=inside)
         else:
-            peak, total, acc = combine(peak, total, acc, part_peak, part_total, part_acc)
+            m_i, l_i, acc = combine(m_i, l_i, acc, part_m, part_l, part_acc)
     if not SPLIT:
-        divisor = tl.max(total, axis=1)[:, None]
+        divisor = tl.max(l_i, axis=1)[:, None]
         out = tl.where(divisor > 0, acc / divisor, 0.0)
         place_out = (row * (KV_HEADS * GROUP) + head)[:, None] * D + dim[None, :]
         tl.store(out_ptr + place_out, out.to(out_ptr.dtype.element_ty), mask=in_row)
@@ -176,9 +171,9 @@ def dense_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, span: Span, sca
     out = torch.empty(requests * n, heads, width, dtype=q.dtype, device=q.device)
     if not requests * n:
         return out
-    hip = torch.version.hip is not None
+    hip = is_hip()
     # Spread parts are stored in float32, by way of shared memory that the tallest tile leaves no room for.
-    cut = tiles(min(n * group, 64) if n <= SPLIT_ROWS else n * group, q.dtype, hip)
+    cut = dense_tiles(min(n * group, 64) if n <= SPLIT_ROWS else n * group, q.dtype, hip)
     row_tiles = triton.cdiv(n * group, cut.m)
     programs = requests * kv_heads * row_tiles
     most = triton.cdiv(table.shape[1] * block_size, cut.keys)
@@ -195,10 +190,10 @@ def dense_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, span: Span, sca
     if described:
         caches = tuple(TensorDescriptor.from_tensor(c.view(-1, width), [cut.keys, width]) for c in caches)
     _attend_kernel[(row_tiles * splits, kv_heads, requests)](
-        q, k_cache, v_cache, *caches, positions, table, parts.acc, parts.peak, parts.total, q.stride(0), q.stride(1),
+        q, k_cache, v_cache, *caches, positions, table, parts.acc, parts.m_i, parts.l_i, q.stride(0), q.stride(1),
         table.stride(0), n, most, splits, scale * LOG2_E, KV_HEADS=kv_heads, GROUP=group, D=width,
         BLOCK_SIZE=block_size, BLOCK_M=cut.m, BLOCK_N=cut.keys, BLOCK_D=block_d, SPLIT=splits > 1,
-        DESCRIPTORS=described, num_warps=cut.warps, num_stages=cut.stages, **instruction(hip),
+        DESCRIPTORS=described, num_warps=cut.warps, num_stages=cut.stages, **compile_options(hip),
     )  # fmt: skip
     if splits > 1:
         combine_parts(parts, positions, 1, cut.keys, out)

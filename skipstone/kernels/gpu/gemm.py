@@ -35,7 +35,7 @@ COUNTERS = 1 << 16
 SPREAD = 1 << 24  # sums of segments up to which a float32 weight's segments are spread: it is narrow, its tiles few
 
 
-class Tiles(NamedTuple):
+class GemmTiles(NamedTuple):
     """How one weight shape is cut, and how its kernel is compiled."""
 
     n: int
@@ -45,7 +45,7 @@ class Tiles(NamedTuple):
     stages: int
 
 
-def decode_tiles(n: int, k: int, dtype: torch.dtype, hip: bool) -> Tiles:
+def decode_tiles(n: int, k: int, dtype: torch.dtype, hip: bool) -> GemmTiles:
     """The cut of a [K, N] weight. What decides bits (k * blocks per split) depends on n, k and dtype only.
 
     On an H200 one split serves from 96 tiles of columns on (otherwise two programs per processor), and matrices as
@@ -64,14 +64,14 @@ def decode_tiles(n: int, k: int, dtype: torch.dtype, hip: bool) -> Tiles:
     tiles, blocks = triton.cdiv(n, block_n), triton.cdiv(k, block_k)
     splits = max(1, min(programs // tiles, blocks // 4, most))
     splits = triton.cdiv(blocks, triton.cdiv(blocks, splits))  # no empty segment
-    return Tiles(block_n, block_k, splits, 4, 2 if hip else stages)
+    return GemmTiles(block_n, block_k, splits, 4, 2 if hip else stages)
 
 
-def prefill_tiles(segment: int, dtype: torch.dtype, hip: bool) -> tuple[int, Tiles]:
+def prefill_tiles(segment: int, dtype: torch.dtype, hip: bool) -> tuple[int, GemmTiles]:
     """Rows and columns per program for many rows, whose segments have `segment` values of K."""
     if dtype == torch.float32:
-        return 64, Tiles(32, math.gcd(segment, 32), 1, 4, 2)
-    return 128, Tiles(128, math.gcd(segment, 64), 1, 8, 2 if hip else 4)
+        return 64, GemmTiles(32, math.gcd(segment, 32), 1, 4, 2)
+    return 128, GemmTiles(128, math.gcd(segment, 64), 1, 8, 2 if hip else 4)
 
 
 def compile_options(hip: bool) -> dict[str, int]:
@@ -249,7 +249,7 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
     segment = triton.cdiv(triton.cdiv(k, tiles.k), tiles.splits) * tiles.k
     block_m = max(16, triton.next_power_of_2(rows))
     splits = tiles.splits
-    if batch == 1 and gemm_persistent.fits(x[0], weight[0]):
+    if batch == 1 and gemm_persistent.product_fits(x[0], weight[0]):
         return gemm_persistent.product(x[0], weight[0], segment, tiles.splits)[None]
     narrow = weight.dtype == torch.float32 and splits > 1 and batch * rows * n * splits <= SPREAD
     few = rows <= DECODE_ROWS or narrow

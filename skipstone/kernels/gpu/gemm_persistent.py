@@ -1,4 +1,4 @@
-"""Matrix products of many rows by programs that stay, with tiles that the copy engine loads through descriptors.
+"""Matrix products of many rows by a persistent kernel, with tiles loaded by TMA.
 
 For NVIDIA GPUs from Hopper on. Sums over K go in the order of `gemm`, segment by segment, so the bits are the same.
 """
@@ -68,7 +68,7 @@ def _persistent_kernel(
                 tl.debug_barrier()  # a cell need not be read by the thread that wrote it
 
 
-def fits(x: Tensor, weight: Tensor) -> bool:
+def product_fits(x: Tensor, weight: Tensor) -> bool:
     """Whether `product` takes x [rows, K] and weight [K, N], and pays."""
     same = x.dtype == weight.dtype and capability() >= 90 and x.shape[0] >= ROWS and weight.shape[1] >= WIDEST
     return same and describable(x) and describable(weight)

@@ -124,29 +124,9 @@ def index_rows(
     block_width = triton.next_power_of_2(width)
     block_heads = max(min(triton.next_power_of_2(heads), TILE // block_width), 1)
     _index_rows_kernel[(rows, 1 + triton.cdiv(heads, block_heads))](
-        q,
-        k,
-        weights,
-        norm.weight,
-        norm.bias,
-        *rotary,
-        q_out,
-        weights_out,
-        *cache,
-        slot_block,
-        slot_offset,
-        q.stride(0),
-        q.stride(1),
-        k.stride(0),
-        weights.stride(0),
-        weight_scale,
-        norm.eps,
-        HEADS=heads,
-        D=width,
-        BLOCK_SIZE=cache.keys.shape[2],
-        FP8=cache.scales is not None,
-        BLOCK_HEADS=block_heads,
-        BLOCK_D=block_width,
+        q, k, weights, norm.weight, norm.bias, *rotary, q_out, weights_out, *cache, slot_block, slot_offset,
+        q.stride(0), q.stride(1), k.stride(0), weights.stride(0), weight_scale, norm.eps, HEADS=heads, D=width,
+        BLOCK_SIZE=cache.keys.shape[2], FP8=cache.scales is not None, BLOCK_HEADS=block_heads, BLOCK_D=block_width,
         num_warps=4,
-    )
+    )  # fmt: skip
     return q_out, weights_out

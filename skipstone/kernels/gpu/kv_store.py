@@ -53,15 +53,6 @@ def store(rows: Tensor, cache: Tensor, slot_block: Tensor, slot_offset: Tensor) 
     block_width = triton.next_power_of_2(width)
     block_heads = max(min(triton.next_power_of_2(heads), TILE // block_width), 1)
     _store_kernel[(count, triton.cdiv(heads, block_heads))](
-        rows,
-        cache,
-        slot_block,
-        slot_offset,
-        rows.stride(0),
-        rows.stride(1),
-        HEADS=heads,
-        BLOCK_SIZE=cache.shape[2],
-        WIDTH=width,
-        BLOCK_HEADS=block_heads,
-        BLOCK_WIDTH=block_width,
-    )
+        rows, cache, slot_block, slot_offset, rows.stride(0), rows.stride(1), HEADS=heads, BLOCK_SIZE=cache.shape[2],
+        WIDTH=width, BLOCK_HEADS=block_heads, BLOCK_WIDTH=block_width,
+    )  # fmt: skip

@@ -27,7 +27,7 @@ __all__ = ["experts_forward", "route"]
 CHUNK = 128  # pairs that a program looks through at once
 
 
-class Tiles(NamedTuple):
+class ExpertTiles(NamedTuple):
     """Tiles of one of the two products."""
 
     n: int
@@ -36,20 +36,20 @@ class Tiles(NamedTuple):
     stages: int
 
 
-def up_tiles(rows: int, dtype: torch.dtype, hip: bool) -> Tiles:
+def up_tiles(rows: int, dtype: torch.dtype, hip: bool) -> ExpertTiles:
     """Columns of the gate (and as many of the up) projection per program; K tile, which decides no bits."""
     if dtype == torch.float32:
-        return Tiles(32, 32, 4, 2)
+        return ExpertTiles(32, 32, 4, 2)
     if hip:
-        return Tiles(64, 64, 4, 2)
-    return Tiles(64, 128, 4, 3) if rows <= 16 else Tiles(64, 64, 4, 4)
+        return ExpertTiles(64, 64, 4, 2)
+    return ExpertTiles(64, 128, 4, 3) if rows <= 16 else ExpertTiles(64, 64, 4, 4)
 
 
-def down_tiles(dtype: torch.dtype, hip: bool) -> Tiles:
+def down_tiles(dtype: torch.dtype, hip: bool) -> ExpertTiles:
     """Columns per program; K tile."""
     if dtype == torch.float32:
-        return Tiles(32, 32, 4, 2)
-    return Tiles(128, 64, 4, 2 if hip else 6)
+        return ExpertTiles(32, 32, 4, 2)
+    return ExpertTiles(128, 64, 4, 2 if hip else 6)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Products of experts with many rows by programs that stay, with tiles that the copy engine loads through descriptors.
+"""Products of experts with many rows by persistent kernels, with tiles loaded by TMA.
 
 For NVIDIA GPUs from Hopper on. Rows are gathered by expert first, as only whole tiles of memory can be described; the
 sums over K go in the order of `moe_prefill`, so the bits are the same.
@@ -123,7 +123,7 @@ def _persistent_down_kernel(
         tl.store(part_ptrs, acc.to(part_ptr.dtype.element_ty), mask=(place < end)[:, None])
 
 
-def fits(x: Tensor, gate_up: Tensor, down: Tensor) -> bool:
+def products_fit(x: Tensor, gate_up: Tensor, down: Tensor) -> bool:
     """Whether `products` takes rows like x [T, H] and these weights, and pays."""
     hidden, inner = x.shape[1], down.shape[1]
     whole = hidden % max(DOWN_TILES.n, UP_TILES.k) == 0 and inner % max(UP_TILES.n, DOWN_TILES.k) == 0

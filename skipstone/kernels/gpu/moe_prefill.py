@@ -4,29 +4,18 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from skipstone.kernels.gpu import moe_persistent
+from skipstone.kernels.gpu.descriptors import Tiles
 from skipstone.kernels.gpu.gemm import compile_options, dot, is_hip
 from skipstone.kernels.gpu.moe_tiles import combine, gate, gate_up_columns
 from skipstone.kernels.reference.pointwise import GatedActivation
 
 GROUP = 8  # row tiles that run side by side and share columns of a weight through the L2
-
-
-class Tiles(NamedTuple):
-    """Tiles of one of the two products."""
-
-    m: int
-    n: int
-    k: int
-    warps: int
-    stages: int
 
 
 def up_tiles(dtype: torch.dtype, hip: bool) -> Tiles:
@@ -282,7 +271,7 @@ def experts_prefill(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """`moe.experts_forward` for many rows. Exact and free form are the same kernels."""
-    if moe_persistent.fits(x, gate_up, down):
+    if moe_persistent.products_fit(x, gate_up, down):
         order, starts = _by_expert(experts, down.shape[0])
         x_sorted, place = _sorted_rows(x, order, experts.shape[1])
         return _combine(moe_persistent.products(x_sorted, starts, gate_up, down, activation), place, weights, out_dtype)

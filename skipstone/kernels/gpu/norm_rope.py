@@ -216,23 +216,10 @@ def _launch_rms_norm(
         return
     block_heads, block_width, warps = _tile(heads, width)
     _rms_norm_kernel[(rows, triton.cdiv(heads, block_heads))](
-        x,
-        residual,
-        scaled_gain,
-        total,
-        out,
-        x.stride(0),
-        x.stride(1),
-        residual.stride(0),
-        width if scaled_gain.dim() > 1 else 0,
-        eps * width,
-        HEADS=heads,
-        D=width,
-        ADD=add,
-        BLOCK_HEADS=block_heads,
-        BLOCK_D=block_width,
-        num_warps=warps,
-    )
+        x, residual, scaled_gain, total, out, x.stride(0), x.stride(1), residual.stride(0),
+        width if scaled_gain.dim() > 1 else 0, eps * width, HEADS=heads, D=width, ADD=add, BLOCK_HEADS=block_heads,
+        BLOCK_D=block_width, num_warps=warps,
+    )  # fmt: skip
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
@@ -243,19 +230,9 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     if rows:
         block_heads, block_width, warps = _tile(heads, width)
         _rotate_kernel[(rows, triton.cdiv(heads, block_heads))](
-            x,
-            rotary.cos,
-            rotary.sin,
-            rotary.partner,
-            out,
-            x.stride(0),
-            x.stride(1),
-            HEADS=heads,
-            D=width,
-            BLOCK_HEADS=block_heads,
-            BLOCK_D=block_width,
-            num_warps=warps,
-        )
+            x, rotary.cos, rotary.sin, rotary.partner, out, x.stride(0), x.stride(1), HEADS=heads, D=width,
+            BLOCK_HEADS=block_heads, BLOCK_D=block_width, num_warps=warps,
+        )  # fmt: skip
     return out
 
 
@@ -290,34 +267,12 @@ def norm_rotate_store(
     tiles = triton.cdiv(heads, block_heads)
     rows_per_program = ROWS_PER_PROGRAM if rows * tiles > FULL_GRID else 1
     _norm_rotate_store_kernel[(triton.cdiv(rows, rows_per_program), tiles)](
-        projected,
-        scaled_gain,
-        rotary.cos,
-        rotary.sin,
-        rotary.partner,
-        out,
-        slot_block,
-        slot_offset,
-        *[store.cache for store in used],
-        rows,
-        rows_per_program,
-        projected.stride(0),
-        projected.stride(1),
-        eps * width,
-        HEADS=heads,
-        NORMED=normed,
-        D=width,
-        BLOCK_SIZE=sizes.pop() if sizes else 1,
-        FIRST_0=used[0].first,
-        COUNT_0=used[0].heads,
-        FIRST_1=used[1].first,
-        COUNT_1=used[1].heads,
-        FIRST_2=used[2].first,
-        COUNT_2=used[2].heads,
-        BLOCK_HEADS=block_heads,
-        BLOCK_D=block_width,
-        num_warps=warps,
-    )
+        projected, scaled_gain, rotary.cos, rotary.sin, rotary.partner, out, slot_block, slot_offset,
+        *[store.cache for store in used], rows, rows_per_program, projected.stride(0), projected.stride(1), eps * width,
+        HEADS=heads, NORMED=normed, D=width, BLOCK_SIZE=sizes.pop() if sizes else 1, FIRST_0=used[0].first,
+        COUNT_0=used[0].heads, FIRST_1=used[1].first, COUNT_1=used[1].heads, FIRST_2=used[2].first,
+        COUNT_2=used[2].heads, BLOCK_HEADS=block_heads, BLOCK_D=block_width, num_warps=warps,
+    )  # fmt: skip
     return out
 
 
@@ -329,16 +284,9 @@ def gated(gate_up: Tensor, activation: GatedActivation) -> Tensor:
     if rows:
         block = min(triton.next_power_of_2(width), TILE)
         _gated_kernel[(rows, triton.cdiv(width, block))](
-            gate_up,
-            out,
-            gate_up.stride(0),
-            activation.alpha,
-            activation.limit,
-            activation.shift,
-            WIDTH=width,
-            BLOCK=block,
-            num_warps=4,
-        )
+            gate_up, out, gate_up.stride(0), activation.alpha, activation.limit, activation.shift, WIDTH=width,
+            BLOCK=block, num_warps=4,
+        )  # fmt: skip
     return out
 
 

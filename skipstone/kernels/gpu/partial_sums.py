@@ -24,33 +24,33 @@ CHUNK = 128  # dims of a value that one program combines
 class Parts(NamedTuple):
     """Scratch for the parts of T rows, H heads and `parts` places."""
 
-    peak: Tensor  # [T, H, parts] float32
-    total: Tensor  # [T, H, parts] float32
+    m_i: Tensor  # [T, H, parts] float32
+    l_i: Tensor  # [T, H, parts] float32
     acc: Tensor  # [T, H, parts, D] float32
 
 
 def empty_parts(rows: int, heads: int, parts: int, width: int, device: torch.device) -> Parts:
     """Scratch whose contents are not defined."""
-    peak, total = torch.empty(2, rows, heads, parts, dtype=torch.float32, device=device)
-    return Parts(peak, total, torch.empty(rows, heads, parts, width, dtype=torch.float32, device=device))
+    m_i, l_i = torch.empty(2, rows, heads, parts, dtype=torch.float32, device=device)
+    return Parts(m_i, l_i, torch.empty(rows, heads, parts, width, dtype=torch.float32, device=device))
 
 
 @triton.jit
-def combine(peak, total, acc, part_peak, part_total, part_acc):
+def combine(m_i, l_i, acc, part_m, part_l, part_acc):
     """Add one more part to a row's running maximum [M], sum of weights [M, .] and sum of values [M, .].
 
     Fused multiply-adds are written out: left to the compiler, the roundings could differ from kernel to kernel.
     """
-    next_peak = tl.maximum(peak, part_peak)
-    keep = tl.exp2(peak - next_peak)[:, None]
-    add = tl.exp2(part_peak - next_peak)[:, None]
-    return next_peak, tl.fma(part_total, add, total * keep), tl.fma(part_acc, add, acc * keep)
+    new_m = tl.maximum(m_i, part_m)
+    keep = tl.exp2(m_i - new_m)[:, None]
+    add = tl.exp2(part_m - new_m)[:, None]
+    return new_m, tl.fma(part_l, add, l_i * keep), tl.fma(part_acc, add, acc * keep)
 
 
 @triton.jit(do_not_specialize=["parts"])
 def _combine_kernel(
-    peak_ptr,  # [T, HEADS, parts] float32
-    total_ptr,  # [T, HEADS, parts] float32
+    m_ptr,  # [T, HEADS, parts] float32
+    l_ptr,  # [T, HEADS, parts] float32
     acc_ptr,  # [T, HEADS, parts, D] float32
     counts_ptr,  # [T, GROUPS] keys of each row and group of heads, less `missing`
     out_ptr,  # [T, HEADS, D]
@@ -68,19 +68,19 @@ def _combine_kernel(
     dim = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
     group = tl.program_id(1) * GROUPS // HEADS
     count = tl.cdiv(tl.load(counts_ptr + row * GROUPS + group).to(tl.int32) + missing, KEYS)
-    peak = tl.full([1], LOWEST, tl.float32)
-    total = tl.zeros([1, 1], tl.float32)
+    m_i = tl.full([1], LOWEST, tl.float32)
+    l_i = tl.zeros([1, 1], tl.float32)
     acc = tl.zeros([1, BLOCK_D], tl.float32)
     for first in range(0, count, UNROLL):
         for index in tl.static_range(UNROLL):
             # Past the last part it is read again, without any weight.
             part = first + index + tl.arange(0, 1)
             source = place * parts + tl.minimum(part, count - 1)
-            part_peak = tl.where(part < count, tl.load(peak_ptr + source), LOWEST)
-            part_total = tl.load(total_ptr + source)[:, None]
+            part_m = tl.where(part < count, tl.load(m_ptr + source), LOWEST)
+            part_l = tl.load(l_ptr + source)[:, None]
             part_acc = tl.load(acc_ptr + source[:, None] * D + dim, mask=dim < D, other=0.0)
-            peak, total, acc = combine(peak, total, acc, part_peak, part_total, part_acc)
-    out = tl.where(total > 0, acc / total, 0.0)
+            m_i, l_i, acc = combine(m_i, l_i, acc, part_m, part_l, part_acc)
+    out = tl.where(l_i > 0, acc / l_i, 0.0)
     tl.store(out_ptr + place * D + dim, out.to(out_ptr.dtype.element_ty), mask=dim < D)
 
 
@@ -92,18 +92,6 @@ def combine_parts(parts: Parts, counts: Tensor, missing: int, keys: int, out: Te
     rows, heads, places, width = parts.acc.shape
     block = min(triton.next_power_of_2(width), CHUNK)
     _combine_kernel[(rows, heads, triton.cdiv(width, block))](
-        parts.peak,
-        parts.total,
-        parts.acc,
-        counts,
-        out,
-        places,
-        missing,
-        HEADS=heads,
-        GROUPS=counts.numel() // rows,
-        D=width,
-        BLOCK_D=block,
-        KEYS=keys,
-        UNROLL=8,
-        num_warps=1,
-    )
+        parts.m_i, parts.l_i, parts.acc, counts, out, places, missing, HEADS=heads, GROUPS=counts.numel() // rows,
+        D=width, BLOCK_D=block, KEYS=keys, UNROLL=8, num_warps=1,
+    )  # fmt: skip

@@ -6,7 +6,6 @@ score first, then the lower id, NaN last.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 from triton import knobs
 
 from skipstone.core.batch import Span
+from skipstone.kernels.gpu.descriptors import multiprocessors
 from skipstone.kernels.gpu.gemm import compile_options, is_hip
 
 UNSEEN = tl.constexpr(-(1 << 31))  # the key of what a row does not see; no score has it
@@ -33,7 +33,7 @@ class ScoreConfig(NamedTuple):
     programs: int  # per multiprocessor, while there are blocks enough
 
 
-def config(columns: int, itemsize: int, hip: bool) -> ScoreConfig:
+def block_score_config(columns: int, itemsize: int, hip: bool) -> ScoreConfig:
     """Shape for `columns` (row, index head) pairs per request.
 
     A row must have the same bits alone, beside drafts and in a chunk of a prompt. On AMD the matrix instruction is
@@ -64,7 +64,7 @@ def block_select(
     keys = torch.empty(requests * rows * groups * candidates, dtype=torch.int32, device=index_q.device)
     chosen = torch.empty((total, groups, budget), dtype=torch.int32, device=index_q.device)
     positions, table, q = span.positions.contiguous(), span.block_table.contiguous(), index_q.contiguous()
-    shape = config(n * groups, index_q.element_size(), is_hip())
+    shape = block_score_config(n * groups, index_q.element_size(), is_hip())
     constants = {"G": groups, "UNIT": unit, "BUDGET": budget}
     score = {"D": width, "PER_BLOCK": block_size // unit, "BLOCK_D": triton.next_power_of_2(width)}
     tile = {"BLOCK_M": shape.rows, "BLOCK_N": min(triton.next_power_of_2(unit), shape.tokens)}
@@ -87,12 +87,6 @@ def block_select(
 def pick_warps(programs: int) -> int:
     """Latency counts where few rows choose, work where many do."""
     return 4 if programs <= 2048 else 1
-
-
-@cache
-def multiprocessors(device: torch.device) -> int:
-    """How many programs run side by side at the least."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 @triton.jit

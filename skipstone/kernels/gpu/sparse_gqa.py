@@ -25,16 +25,17 @@ from skipstone.errors import ShapeError
 from skipstone.kernels.gpu import sparse_gqa_chunk
 from skipstone.kernels.gpu.descriptors import capability
 from skipstone.kernels.gpu.gemm import is_hip
-from skipstone.kernels.gpu.sparse_gqa_parts import add_pair, add_tile, combine
+from skipstone.kernels.gpu.partial_sums import LOG2_E
+from skipstone.kernels.gpu.sparse_gqa_parts import add_block, add_pair, add_tile
 from skipstone.kernels.gpu.sparse_gqa_prefill import MOST_DECODE_ROWS, prefill
-from skipstone.kernels.gpu.sparse_gqa_union import LOG2_E, Union, early_launch, most_rows, union_of_rows, whole_rows
+from skipstone.kernels.gpu.sparse_gqa_union import Union, most_rows, pdl_options, union_of_rows, whole_rows
 
 FULL_GRID = 128  # programs that keep the GPU busy: about one per multiprocessor of an H200
 MOST_HEADS = 64  # rows of a matrix product
 ONES = 8  # columns of the product that adds up weights; AMD's narrowest has 16
 
 
-class Config(NamedTuple):
+class AttendConfig(NamedTuple):
     """Tile shape and launch parameters. `keys` reaches the bits, and depends on shapes alone."""
 
     heads: int  # rows of a matrix product: query rows times the heads of a group
@@ -44,20 +45,20 @@ class Config(NamedTuple):
     pair: bool = False  # a block is two tiles of keys, and both are taken at once
 
 
-def config(dtype: torch.dtype, unit: int, heads: int, programs: int) -> Config:
+def attend_config(dtype: torch.dtype, unit: int, heads: int, programs: int) -> AttendConfig:
     """Tiles for blocks of `unit` tokens and programs of `heads` heads.
 
     Measured on an H200: few heads want whole blocks, as the steps of a block take longer than its products; then two
     programs per multiprocessor want shared memory for one block each, and a single one for two.
     """
     if dtype == torch.float32:
-        return Config(16, min(unit & -unit, 16), 4, 1)
+        return AttendConfig(16, min(unit & -unit, 16), 4, 1)
     keys = min(unit & -unit, 64)
     if is_hip():
-        return Config(MOST_HEADS, keys, 4, 2)
+        return AttendConfig(MOST_HEADS, keys, 4, 2)
     if heads >= MOST_HEADS or capability() >= 100:  # Blackwell multiplies many rows with another unit than few
-        return Config(MOST_HEADS, keys, 4, 3)
-    return Config(max(16, heads), keys, 4, 2 if programs > FULL_GRID else 3, unit == 2 * keys)
+        return AttendConfig(MOST_HEADS, keys, 4, 3)
+    return AttendConfig(max(16, heads), keys, 4, 2 if programs > FULL_GRID else 3, unit == 2 * keys)
 
 
 def sparse_gqa(
@@ -76,8 +77,8 @@ def sparse_gqa(
         return prefill(q, k_cache, v_cache, indices, unit, span, scale)
     rows_each, splits = plan(requests, n, indices.shape[1], indices.shape[2], q.shape[1], q.dtype)
     heads = rows_each * triton.next_power_of_2(q.shape[1] // indices.shape[1])
-    if n > MOST_DECODE_ROWS and splits == 1 and sparse_gqa_chunk.fits(k_cache, v_cache, heads):
-        shape = config(k_cache.dtype, unit, heads, FULL_GRID)
+    if n > MOST_DECODE_ROWS and splits == 1 and sparse_gqa_chunk.chunk_fits(k_cache, v_cache, heads):
+        shape = attend_config(k_cache.dtype, unit, heads, FULL_GRID)
         tiles = sparse_gqa_chunk.ChunkConfig(rows_each, shape.heads, shape.keys, ONES)
         return sparse_gqa_chunk.attend_chunk(q, k_cache, v_cache, indices, unit, span, scale, tiles)
     return attend(q, k_cache, v_cache, indices, unit, span, scale, rows_each, splits)
@@ -110,7 +111,7 @@ def attend(
     scale: float,
     rows_each: int,
     splits: int,
-    tiles: Config | None = None,
+    tiles: AttendConfig | None = None,
 ) -> Tensor:
     """`sparse_gqa` with a given number of rows per program and of programs per row."""
     requests, n = span.positions.shape
@@ -122,14 +123,14 @@ def attend(
     share = triton.cdiv(budget, splits)
     splits = triton.cdiv(budget, share)
     grid = (row_tiles, splits, requests * kv_heads)
-    tiles = tiles or config(k_cache.dtype, unit, padded * rows_each, grid[0] * grid[1] * grid[2])
+    tiles = tiles or attend_config(k_cache.dtype, unit, padded * rows_each, grid[0] * grid[1] * grid[2])
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     slots = 1 + (splits - 1) * share if splits > 1 else 0
     part_out = torch.empty(rows, kv_heads, slots, group, width, dtype=torch.float32, device=q.device)
     part_max, part_sum = torch.empty(2, rows, kv_heads, slots, group, dtype=torch.float32, device=q.device)
     union = union_of_rows(indices, unit, span, rows_each, k_cache.shape[2]) if rows_each > 1 else Union(*[indices] * 4)
-    early = early_launch()
-    common = {"GROUP": group, "WIDTH": width, "EARLY": bool(early), "enable_fp_fusion": False, **early}
+    pdl = pdl_options()
+    common = {"GROUP": group, "WIDTH": width, "PDL": bool(pdl), "enable_fp_fusion": False, **pdl}
     _attend_kernel[grid](
         q, k_cache, v_cache, out, indices, *union, span.positions.contiguous(), span.block_table,
         part_out, part_max, part_sum, q.stride(0), n, span.block_table.stride(0), scale * LOG2_E, KV_HEADS=kv_heads,
@@ -178,7 +179,7 @@ def _attend_kernel(
     KEYS: tl.constexpr,
     PAIR: tl.constexpr,
     ONES: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     TILES: tl.constexpr = 1 if PAIR else UNIT // KEYS
     # Programs of neighbouring rows run side by side: what one loads, the others find in the L2 cache.
@@ -194,9 +195,9 @@ def _attend_kernel(
     d = tl.arange(0, WIDTH)
     key = tl.arange(0, UNIT // TILES)
     head = kv_head * GROUP + m % GROUP_PAD
-    if EARLY:
+    if PDL:
         gdc_wait()
-        if SHARE < BUDGET:  # whole rows let go at their end: programs in between would spread these unevenly
+        if SHARE < BUDGET:  # whole rows launch at their end: programs in between would spread these unevenly
             gdc_launch_dependents()
     entry = tl.arange(0, SHARE_PAD)
     position = tl.load(positions_ptr + row, mask=real, other=-1).to(tl.int32)
@@ -217,9 +218,9 @@ def _attend_kernel(
         count = tl.load(union_count_ptr + tile)
     q = tl.load(q_ptr + (row * q_stride + head * WIDTH)[:, None] + d, mask=real[:, None], other=0.0)
 
-    top = tl.full([HEADS], float("-inf"), tl.float32)
-    total, acc = tl.zeros([HEADS], tl.float32), tl.zeros([HEADS, WIDTH], tl.float32)
-    part_max, part_sum, part = top, total, acc
+    m_i = tl.full([HEADS], float("-inf"), tl.float32)
+    l_i, acc = tl.zeros([HEADS], tl.float32), tl.zeros([HEADS, WIDTH], tl.float32)
+    part_max, part_sum, part = m_i, l_i, acc
     slot = (row * KV_HEADS + kv_head) * (1 + (tl.num_programs(1) - 1) * SHARE) + tl.maximum(1 + (split - 1) * SHARE, 0)
     saved = slot * GROUP + m
     value_key = tl.arange(0, KEYS)
@@ -244,26 +245,26 @@ def _attend_kernel(
             )
         if i % TILES == TILES - 1:
             if SHARE == 1 and BUDGET > 1:
-                top, total, acc = part_max, part_sum, part
+                m_i, l_i, acc = part_max, part_sum, part
             elif SHARE < BUDGET and split > 0:
                 to = saved + i // TILES * GROUP
                 _save(part_out_ptr, part_max_ptr, part_sum_ptr, to, d, part_max, part_sum, part, real, WIDTH)
             else:
-                new_top, new_total, new_acc = combine(top, total, acc, part_max, part_sum, part)
-                top = tl.where(selects, new_top, top)
-                total = tl.where(selects, new_total, total)
+                new_m, new_l, new_acc = add_block(m_i, l_i, acc, part_max, part_sum, part)
+                m_i = tl.where(selects, new_m, m_i)
+                l_i = tl.where(selects, new_l, l_i)
                 acc = tl.where(selects[:, None], new_acc, acc)
     if SHARE == BUDGET:
-        if EARLY:
+        if PDL:
             gdc_launch_dependents()
-        acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        acc = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
         out_place = row * (KV_HEADS * GROUP) + head
         tl.store(out_ptr + out_place[:, None] * WIDTH + d, acc.to(out_ptr.dtype.element_ty), mask=real[:, None])
     elif SHARE == 1 or split == 0:
-        _save(part_out_ptr, part_max_ptr, part_sum_ptr, saved, d, top, total, acc, real, WIDTH)
+        _save(part_out_ptr, part_max_ptr, part_sum_ptr, saved, d, m_i, l_i, acc, real, WIDTH)
     else:
         for j in tl.static_range(SHARE):
-            tl.store(part_max_ptr + saved + j * GROUP, top, mask=real & (j >= count))
+            tl.store(part_max_ptr + saved + j * GROUP, m_i, mask=real & (j >= count))
 
 
 @triton.jit
@@ -297,27 +298,27 @@ def _merge_kernel(
     GROUP: tl.constexpr,
     WIDTH: tl.constexpr,
     SLOTS: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Add up the partial results of one row and head; a place without any has the maximum -inf."""
     place = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) + tl.arange(0, 1)
     d = tl.arange(0, WIDTH)
-    if EARLY:
+    if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    top = tl.full([1], float("-inf"), tl.float32)
-    total = tl.zeros([1], tl.float32)
+    m_i = tl.full([1], float("-inf"), tl.float32)
+    l_i = tl.zeros([1], tl.float32)
     acc = tl.zeros([1, WIDTH], tl.float32)
     for i in tl.static_range(SLOTS):  # unrolled, so that all loads are under way at once
         at = (place * SLOTS + i) * GROUP + h
         part_max = tl.load(part_max_ptr + at)
         part_sum = tl.load(part_sum_ptr + at)
         part = tl.load(part_out_ptr + at[:, None] * WIDTH + d)
-        new_top, new_total, new_acc = combine(top, total, acc, part_max, part_sum, part)
+        new_m, new_l, new_acc = add_block(m_i, l_i, acc, part_max, part_sum, part)
         here = part_max > float("-inf")
-        top = tl.where(here, new_top, top)
-        total = tl.where(here, new_total, total)
+        m_i = tl.where(here, new_m, m_i)
+        l_i = tl.where(here, new_l, l_i)
         acc = tl.where(here[:, None], new_acc, acc)
-    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    acc = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
     tl.store(out_ptr + (place * GROUP + h)[:, None] * WIDTH + d, acc.to(out_ptr.dtype.element_ty))

@@ -15,7 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from skipstone.core.batch import Span
-from skipstone.kernels.gpu.sparse_gqa_union import LOG2_E, Union, chosen_blocks
+from skipstone.kernels.gpu.partial_sums import LOG2_E
+from skipstone.kernels.gpu.sparse_gqa_union import Union, chosen_blocks
 
 
 class BlockConfig(NamedTuple):
@@ -213,14 +214,14 @@ def _block_kernel(
         chosen = tl.load(list_ptr + following, mask=following < end, other=0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         scores = tl.where(key[None, :] <= limit[:, None], scores, float("-inf"))
-        top = tl.max(scores, axis=1) * scale
-        base = tl.where(top == float("-inf"), 0.0, top)
+        m_i = tl.max(scores, axis=1) * scale
+        base = tl.where(m_i == float("-inf"), 0.0, m_i)
         weights = tl.exp2(scores * scale - base[:, None])
-        total = tl.sum(weights, axis=1)
+        l_i = tl.sum(weights, axis=1)
         part = tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-        part = part / tl.where(total == 0.0, 1.0, total)[:, None]
+        part = part / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
         part_at = place * GROUP + head
-        tl.store(weight_ptr + part_at, top + tl.log2(total), mask=real)
+        tl.store(weight_ptr + part_at, m_i + tl.log2(l_i), mask=real)
         tl.store(part_ptr + part_at[:, None] * WIDTH + d, part.to(part_ptr.dtype.element_ty), mask=real[:, None])
 
 
@@ -261,16 +262,16 @@ def _weigh_kernel(
     d = tl.arange(0, WIDTH)
     place = (pid.to(tl.int64) * BUDGET + entry)[:, None] * GROUP + h[None, :]
     logs = tl.load(weight_ptr + place, mask=chosen[:, None] & (h < GROUP)[None, :], other=float("-inf"))
-    top = tl.max(logs, axis=0)
-    top = tl.where(top == float("-inf"), 0.0, top)
+    m_i = tl.max(logs, axis=0)
+    m_i = tl.where(m_i == float("-inf"), 0.0, m_i)
     acc = tl.zeros([GROUP_PAD, WIDTH], tl.float32)
-    total = tl.zeros([GROUP_PAD], tl.float32)
+    l_i = tl.zeros([GROUP_PAD], tl.float32)
     for i in tl.range(0, count, num_stages=4):
         at = (pid.to(tl.int64) * BUDGET + i) * GROUP + h
-        weight = tl.exp2(tl.load(weight_ptr + at, mask=h < GROUP, other=0.0) - top)
+        weight = tl.exp2(tl.load(weight_ptr + at, mask=h < GROUP, other=0.0) - m_i)
         part = tl.load(part_ptr + at[:, None] * WIDTH + d, mask=(h < GROUP)[:, None], other=0.0)
         acc += part.to(tl.float32) * weight[:, None]
-        total += weight
-    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        l_i += weight
+    acc = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
     to = (row * KV_HEADS + kv_head) * GROUP + h
     tl.store(out_ptr + to[:, None] * WIDTH + d, acc.to(out_ptr.dtype.element_ty), mask=(h < GROUP)[:, None])

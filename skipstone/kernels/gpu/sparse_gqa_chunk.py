@@ -1,4 +1,4 @@
-"""Exact attention over selected blocks for chunks of a prompt, with tiles that the copy engine loads.
+"""Exact attention over selected blocks for chunks of a prompt, with tiles loaded by TMA.
 
 For NVIDIA GPUs that load through tensor descriptors. A program takes a tile of neighbouring rows and walks the union of
 their blocks in ascending order. Blocks that lie before the first of the rows, all but the last one or two, need no mask
@@ -19,8 +19,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from skipstone.core.batch import Span
 from skipstone.kernels.gpu.descriptors import capability, describable
-from skipstone.kernels.gpu.sparse_gqa_parts import add_tile, combine
-from skipstone.kernels.gpu.sparse_gqa_union import LOG2_E, union_of_rows, whole_rows
+from skipstone.kernels.gpu.partial_sums import LOG2_E
+from skipstone.kernels.gpu.sparse_gqa_parts import add_block, add_tile
+from skipstone.kernels.gpu.sparse_gqa_union import union_of_rows, whole_rows
 
 
 class ChunkConfig(NamedTuple):
@@ -34,7 +35,7 @@ class ChunkConfig(NamedTuple):
     stages: int = 2
 
 
-def fits(k_cache: Tensor, v_cache: Tensor, heads: int) -> bool:
+def chunk_fits(k_cache: Tensor, v_cache: Tensor, heads: int) -> bool:
     """Whether chunks can be attended to here, by programs of `heads` heads that fill a product."""
     return capability() >= 90 and heads >= 64 and describable(k_cache) and describable(v_cache)
 
@@ -68,12 +69,12 @@ def attend_chunk(
 
 
 @triton.jit
-def _take(selects, top, total, acc, part_max, part_sum, part):
+def _take(selects, m_i, l_i, acc, part_max, part_sum, part):
     """Add a block's partial result to the rows that selected it."""
-    new_top, new_total, new_acc = combine(top, total, acc, part_max, part_sum, part)
-    top = tl.where(selects, new_top, top)
-    total = tl.where(selects, new_total, total)
-    return top, total, tl.where(selects[:, None], new_acc, acc)
+    new_m, new_l, new_acc = add_block(m_i, l_i, acc, part_max, part_sum, part)
+    m_i = tl.where(selects, new_m, m_i)
+    l_i = tl.where(selects, new_l, l_i)
+    return m_i, l_i, tl.where(selects[:, None], new_acc, acc)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -127,10 +128,10 @@ def _chunk_kernel(
     q_place = row * q_stride + (kv_head * GROUP + m % GROUP_PAD) * WIDTH
     q = tl.load(q_ptr + q_place[:, None] + d, mask=real[:, None], other=0.0)
 
-    top = tl.full([HEADS], float("-inf"), tl.float32)
-    total = tl.zeros([HEADS], tl.float32)
+    m_i = tl.full([HEADS], float("-inf"), tl.float32)
+    l_i = tl.zeros([HEADS], tl.float32)
     acc = tl.zeros([HEADS, WIDTH], tl.float32)
-    part_max, part_sum, part = top, total, acc
+    part_max, part_sum, part = m_i, l_i, acc
     block = tl.load(block_ptr + entries, mask=count > 0, other=0)
     page = tl.load(page_ptr + entries, mask=count > 0, other=0)
     chosen_by = tl.load(rows_ptr + entries, mask=count > 0, other=0)
@@ -147,13 +148,13 @@ def _chunk_kernel(
             q, k, v, part_max, part_sum, part, position, key, scale, i % TILES == 0, False, ONES
         )
         if i % TILES == TILES - 1:
-            top, total, acc = _take(selects, top, total, acc, part_max, part_sum, part)
+            m_i, l_i, acc = _take(selects, m_i, l_i, acc, part_max, part_sum, part)
     for i in tl.range(whole, count, num_stages=1):
         first = tl.load(block_ptr + entries + i) * UNIT
         wide = tl.load(page_ptr + entries + i).to(tl.int64)
         selects = (tl.load(rows_ptr + entries + i) >> member & 1) != 0
         place = ((wide * KV_HEADS + kv_head) * BLOCK_SIZE + first % BLOCK_SIZE) * WIDTH
-        part_max, part_sum, part = top, total, acc
+        part_max, part_sum, part = m_i, l_i, acc
         for t in tl.static_range(TILES):
             start = t * KEYS
             # For values that nobody sees, a seen one is read: they have no weight, but may be no numbers.
@@ -164,7 +165,7 @@ def _chunk_kernel(
             part_max, part_sum, part = add_tile(
                 q, k, v, part_max, part_sum, part, limit, key, scale, t == 0, True, ONES
             )
-        top, total, acc = _take(selects, top, total, acc, part_max, part_sum, part)
-    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        m_i, l_i, acc = _take(selects, m_i, l_i, acc, part_max, part_sum, part)
+    acc = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
     out_place = (row * KV_HEADS + kv_head) * GROUP + m % GROUP_PAD
     tl.store(out_ptr + out_place[:, None] * WIDTH + d, acc.to(out_ptr.dtype.element_ty), mask=real[:, None])

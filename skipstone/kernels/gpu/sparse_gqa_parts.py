@@ -13,15 +13,15 @@ import triton.language as tl
 
 
 @triton.jit
-def number(top):
+def finite_or_zero(m_i):
     """A maximum to subtract, which is no infinity."""
-    return tl.where(top == float("-inf"), 0.0, top)
+    return tl.where(m_i == float("-inf"), 0.0, m_i)
 
 
 @triton.jit
-def weigh(scores, top, scale):
+def weigh(scores, m_i, scale):
     """Weights relative to a maximum."""
-    return tl.exp2(tl.fma(scores, scale, -tl.expand_dims(number(top), len(top.shape))))
+    return tl.exp2(tl.fma(scores, scale, -tl.expand_dims(finite_or_zero(m_i), len(m_i.shape))))
 
 
 @triton.jit
@@ -32,7 +32,7 @@ def add_up(weights, ONES: tl.constexpr):
 
 
 @triton.jit
-def add_tile(q, k, v, top, total, acc, limit, key, scale, fresh, MASKED: tl.constexpr, ONES: tl.constexpr):
+def add_tile(q, k, v, m_i, l_i, acc, limit, key, scale, fresh, MASKED: tl.constexpr, ONES: tl.constexpr):
     """Add one tile of keys to the partial result of its block; with `fresh` it is the block's first.
 
     Keys past `limit` are hidden if MASKED.
@@ -40,40 +40,40 @@ def add_tile(q, k, v, top, total, acc, limit, key, scale, fresh, MASKED: tl.cons
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     if MASKED:
         scores = tl.where(key[None, :] <= limit[:, None], scores, float("-inf"))
-    new_top = tl.max(scores, axis=1) * scale
-    new_top = tl.where(fresh, new_top, tl.maximum(top, new_top))
-    weights = weigh(scores, new_top, scale).to(v.dtype)
-    old = tl.exp2(top - number(new_top))
-    total = tl.where(fresh, 0.0, total * old) + add_up(weights, ONES)
+    new_m = tl.max(scores, axis=1) * scale
+    new_m = tl.where(fresh, new_m, tl.maximum(m_i, new_m))
+    weights = weigh(scores, new_m, scale).to(v.dtype)
+    old = tl.exp2(m_i - finite_or_zero(new_m))
+    l_i = tl.where(fresh, 0.0, l_i * old) + add_up(weights, ONES)
     acc = tl.where(fresh, 0.0, acc * old[:, None])
-    return new_top, total, tl.dot(weights, v, acc, input_precision="ieee")
+    return new_m, l_i, tl.dot(weights, v, acc, input_precision="ieee")
 
 
 @triton.jit
 def add_pair(q, k, first_v, second_v, limit, key, scale, ONES: tl.constexpr):
-    """Partial result of a block of two tiles: the numbers of `_add_tile` for one after the other, in fewer steps."""
+    """Partial result of a block of two tiles: the numbers of `add_tile` for one after the other, in fewer steps."""
     KEYS: tl.constexpr = first_v.shape[0]
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     scores = tl.where(key[None, :] <= limit[:, None], scores, float("-inf"))
     scores = tl.reshape(scores, [q.shape[0], 2, KEYS])
     first, second = tl.split(tl.max(scores, axis=2) * scale)
-    top = tl.maximum(first, second)
+    m_i = tl.maximum(first, second)
     # Not joined: behind that, operands of a product get another layout.
-    tops = tl.where(tl.arange(0, 2)[None, :] == 0, first[:, None], top[:, None])
+    tops = tl.where(tl.arange(0, 2)[None, :] == 0, first[:, None], m_i[:, None])
     weights = weigh(scores, tops, scale)
     first_weights, second_weights = tl.split(tl.permute(weights.to(k.dtype), (0, 2, 1)))
-    old = tl.exp2(first - number(top))
-    total = add_up(first_weights, ONES) * old + add_up(second_weights, ONES)
+    old = tl.exp2(first - finite_or_zero(m_i))
+    l_i = add_up(first_weights, ONES) * old + add_up(second_weights, ONES)
     acc = tl.dot(first_weights, first_v, input_precision="ieee") * old[:, None]
-    return top, total, tl.dot(second_weights, second_v, acc, input_precision="ieee")
+    return m_i, l_i, tl.dot(second_weights, second_v, acc, input_precision="ieee")
 
 
 @triton.jit
-def combine(top, total, acc, part_max, part_sum, part):
+def add_block(m_i, l_i, acc, part_max, part_sum, part):
     """Add a partial result to a row. Fused operations are spelled out, so that every kernel rounds alike."""
-    new_top = tl.maximum(top, part_max)
-    old = tl.exp2(top - number(new_top))
-    new = tl.exp2(part_max - number(new_top))
-    total = tl.fma(total, old, part_sum * new)
+    new_m = tl.maximum(m_i, part_max)
+    old = tl.exp2(m_i - finite_or_zero(new_m))
+    new = tl.exp2(part_max - finite_or_zero(new_m))
+    l_i = tl.fma(l_i, old, part_sum * new)
     acc = tl.fma(acc, tl.broadcast_to(old[:, None], acc.shape), part * new[:, None])
-    return new_top, total, acc
+    return new_m, l_i, acc

@@ -16,9 +16,10 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from skipstone.core.batch import Span
-from skipstone.kernels.gpu.partial_sums import LOWEST
+from skipstone.kernels.gpu.dot import is_hip
+from skipstone.kernels.gpu.partial_sums import LOG2_E, LOWEST
 from skipstone.kernels.gpu.sparse_gqa_blocks import BlockConfig, attend_by_blocks, block_config
-from skipstone.kernels.gpu.sparse_gqa_union import LOG2_E, most_rows, union_of_rows, whole_rows
+from skipstone.kernels.gpu.sparse_gqa_union import most_rows, union_of_rows, whole_rows
 
 MOST_DECODE_ROWS = 8  # rows per request of decoding and verification; longer runs are chunks of prompts
 NO_LIMIT = 1 << 30
@@ -32,20 +33,19 @@ class PrefillConfig(NamedTuple):
     keys: int
     warps: int
     stages: int
-    registers: int | None  # per thread: fewer let more programs run at once
     descriptors: bool  # whether keys and values are loaded through tensor descriptors
 
 
-def config(dtype: torch.dtype, unit: int, group: int, budget: int, device: str, hip: bool) -> PrefillConfig:
+def prefill_config(dtype: torch.dtype, unit: int, group: int, budget: int, device: str, hip: bool) -> PrefillConfig:
     """Tiles for caches of `dtype`, blocks of `unit` tokens, groups of `group` heads and `budget` blocks per row."""
     heads = 16 if dtype == torch.float32 else 64
     rows = min(heads // triton.next_power_of_2(group), most_rows(budget))
     if dtype == torch.float32:
-        return PrefillConfig(rows, heads, min(unit & -unit, 16), 4, 1, None, False)
+        return PrefillConfig(rows, heads, min(unit & -unit, 16), 4, 1, False)
     keys = min(unit & -unit, 64)
     if hip or device != "cuda":
-        return PrefillConfig(rows, heads, keys, 4, 2, None, False)
-    return PrefillConfig(rows, heads, keys, 4, 3, 168, True)
+        return PrefillConfig(rows, heads, keys, 4, 2, False)
+    return PrefillConfig(rows, heads, keys, 4, 3, True)
 
 
 def block_limit(rows: int, budget: int, unit: int, table_tokens: int) -> int:
@@ -74,8 +74,8 @@ def prefill(
     requests, n = span.positions.shape
     kv_heads, budget = indices.shape[1:]
     group, width = q.shape[1] // kv_heads, q.shape[2]
-    hip = torch.version.hip is not None
-    tiles = tiles or config(k_cache.dtype, unit, group, budget, q.device.type, hip)
+    hip = is_hip()
+    tiles = tiles or prefill_config(k_cache.dtype, unit, group, budget, q.device.type, hip)
     if limit is None:
         limit = block_limit(tiles.rows, budget, unit, span.block_table.shape[1] * k_cache.shape[2])
     q = whole_rows(q)
@@ -89,7 +89,7 @@ def prefill(
         KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=triton.next_power_of_2(group), WIDTH=width,
         BUDGET_PAD=triton.next_power_of_2(budget), UNIT=unit, KEYS=tiles.keys, BLOCK_SIZE=k_cache.shape[2],
         ROWS=tiles.rows, HEADS=tiles.heads, DESCRIPTORS=tiles.descriptors, num_warps=tiles.warps,
-        num_stages=tiles.stages, **({} if tiles.registers is None else {"maxnreg": tiles.registers}),
+        num_stages=tiles.stages,
     )  # fmt: skip
     if limit != NO_LIMIT:
         blocks = blocks or block_config(k_cache.dtype, group, hip)
@@ -98,18 +98,18 @@ def prefill(
 
 
 @triton.jit
-def _attend_tile(q, k, v, top, total, acc, scale, chooses, limit, key, MASKED: tl.constexpr):
+def _attend_tile(q, k, v, m_i, l_i, acc, scale, chooses, limit, key, MASKED: tl.constexpr):
     """Add a tile of keys to the running softmax of the rows that chose it; keys past `limit` are hidden if MASKED."""
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     if MASKED:
         scores = tl.where(key[None, :] <= limit[:, None], scores, float("-inf"))
-    new_top = tl.where(chooses, tl.maximum(top, tl.max(scores, axis=1) * scale), top)
-    base = tl.where(chooses, new_top, -LOWEST)
+    new_m = tl.where(chooses, tl.maximum(m_i, tl.max(scores, axis=1) * scale), m_i)
+    base = tl.where(chooses, new_m, -LOWEST)
     weights = tl.exp2(scores * scale - base[:, None])
-    old = tl.exp2(top - new_top)
-    total = total * old + tl.sum(weights, axis=1)
+    old = tl.exp2(m_i - new_m)
+    l_i = l_i * old + tl.sum(weights, axis=1)
     acc = tl.dot(weights.to(v.dtype), v, acc * old[:, None], input_precision="ieee")
-    return new_top, total, acc
+    return new_m, l_i, acc
 
 
 @triton.jit(do_not_specialize=["n", "largest"])
@@ -173,8 +173,8 @@ def _prefill_kernel(
     whole = tl.sum(((entry < size) & (listed * UNIT + UNIT - 1 <= first_position)).to(tl.int32)) * TILES
     count = size * TILES
 
-    top = tl.full([HEADS], LOWEST, tl.float32)
-    total = tl.zeros([HEADS], tl.float32)
+    m_i = tl.full([HEADS], LOWEST, tl.float32)
+    l_i = tl.zeros([HEADS], tl.float32)
     acc = tl.zeros([HEADS, WIDTH], tl.float32)
     at = key[:, None] * WIDTH + d
     block = tl.load(block_ptr + entries, mask=count > 0, other=0)
@@ -194,7 +194,7 @@ def _prefill_kernel(
         block = tl.load(block_ptr + following, mask=i + 1 < count, other=0)
         page = tl.load(page_ptr + following, mask=i + 1 < count, other=0).to(tl.int64)
         rows = tl.load(rows_ptr + following, mask=i + 1 < count, other=0)
-        top, total, acc = _attend_tile(q, k, v, top, total, acc, scale, chooses, position, key, False)
+        m_i, l_i, acc = _attend_tile(q, k, v, m_i, l_i, acc, scale, chooses, position, key, False)
     for i in range(whole, count):
         start = block * UNIT + i % TILES * KEYS
         place = ((page * KV_HEADS + kv_head) * BLOCK_SIZE + start % BLOCK_SIZE) * WIDTH
@@ -205,6 +205,6 @@ def _prefill_kernel(
         block = tl.load(block_ptr + following, mask=i + 1 < count, other=0)
         page = tl.load(page_ptr + following, mask=i + 1 < count, other=0).to(tl.int64)
         rows = tl.load(rows_ptr + following, mask=i + 1 < count, other=0)
-        top, total, acc = _attend_tile(q, k, v, top, total, acc, scale, chooses, position - start, key, True)
-    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        m_i, l_i, acc = _attend_tile(q, k, v, m_i, l_i, acc, scale, chooses, position - start, key, True)
+    acc = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
     tl.store(out_ptr + head_place[:, None] * WIDTH + d, acc.to(out_ptr.dtype.element_ty), mask=real[:, None])

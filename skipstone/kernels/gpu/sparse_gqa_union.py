@@ -13,12 +13,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from skipstone.core.batch import Span
 from skipstone.kernels.gpu.descriptors import capability
 
-LOG2_E = 1.4426950408889634
 UNION_LIMIT = 128  # selected blocks of all rows of a tile, at most: every pair of them is compared
 
 
-def early_launch() -> dict[str, bool]:
-    """Options of a launch that begins while the kernel before it ends; such a kernel waits for that one's results."""
+def pdl_options() -> dict[str, bool]:
+    """Options of programmatic dependent launch (PDL): a kernel begins early and waits for the results of the last."""
     return {"launch_pdl": True} if capability() >= 90 else {}
 
 
@@ -53,24 +52,12 @@ def union_of_rows(indices: Tensor, unit: int, span: Span, rows_each: int, block_
     lists = torch.empty(3, requests, row_tiles, kv_heads, rows_each * padded, dtype=torch.int32, device=indices.device)
     counts = torch.empty(requests, row_tiles, kv_heads, dtype=torch.int32, device=indices.device)
     union = Union(lists[0], lists[1], lists[2], counts)
-    early = early_launch()
+    pdl = pdl_options()
     _union_kernel[(requests * row_tiles * kv_heads,)](
-        indices,
-        span.positions,
-        span.block_table,
-        *union,
-        n,
-        span.block_table.stride(0),
-        KV_HEADS=kv_heads,
-        BUDGET=budget,
-        BUDGET_PAD=padded,
-        ROWS=rows_each,
-        UNIT=unit,
-        BLOCK_SIZE=block_size,
-        EARLY=bool(early),
-        num_warps=4,
-        **early,
-    )
+        indices, span.positions, span.block_table, *union, n, span.block_table.stride(0), KV_HEADS=kv_heads,
+        BUDGET=budget, BUDGET_PAD=padded, ROWS=rows_each, UNIT=unit, BLOCK_SIZE=block_size, PDL=bool(pdl), num_warps=4,
+        **pdl,
+    )  # fmt: skip
     return union
 
 
@@ -102,9 +89,9 @@ def _union_kernel(
     ROWS: tl.constexpr,
     UNIT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    if EARLY:
+    if PDL:
         gdc_wait()
         gdc_launch_dependents()
     pid = tl.program_id(0)

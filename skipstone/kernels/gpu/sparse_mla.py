@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from skipstone.core.batch import Span
-from skipstone.kernels.gpu.gemm import dot
+from skipstone.kernels.gpu.gemm import dot, is_hip
 from skipstone.kernels.gpu.partial_sums import LOG2_E, LOWEST, ONES, Parts, combine, combine_parts, empty_parts
 
 PART = 512
@@ -28,7 +28,7 @@ VALUE_CHUNK = 128  # values are summed by chunks, as one tile of all would need 
 WHOLE_GRID = 200  # programs that keep an H200 busy without spreading parts
 
 
-class Tiles(NamedTuple):
+class LatentTiles(NamedTuple):
     """Heads of a program, and how its kernel is compiled. No bit of a result depends on it."""
 
     heads: int
@@ -36,13 +36,13 @@ class Tiles(NamedTuple):
     stages: int
 
 
-def tiles(rows: int, heads: int, dtype: torch.dtype, hip: bool) -> Tiles:
+def latent_tiles(rows: int, heads: int, dtype: torch.dtype, hip: bool) -> LatentTiles:
     """How `rows` rows of `heads` heads are cut."""
     if hip or dtype == torch.float32:
-        return Tiles(16, 4, 1)
+        return LatentTiles(16, 4, 1)
     if heads <= 16 or rows * heads <= 512:
-        return Tiles(16, 4, 2)
-    return Tiles(32, 4, 2)
+        return LatentTiles(16, 4, 2)
+    return LatentTiles(32, 4, 2)
 
 
 @triton.jit(do_not_specialize=["rows_per_request", "table_stride"])
@@ -52,8 +52,8 @@ def _attend_kernel(
     indices_ptr,  # [T, 1, BUDGET] int32, then PAD
     table_ptr,  # [R, blocks]
     out_ptr,  # [T, HEADS, VALUES]; not written when SPLIT
-    peak_ptr,  # [T, HEADS, PARTS] float32 when SPLIT; [T, HEADS], the parts so far, when not
-    total_ptr,  # as peak
+    m_ptr,  # [T, HEADS, PARTS] float32 when SPLIT; [T, HEADS], the parts so far, when not
+    l_ptr,  # as m_i
     acc_ptr,  # [T, HEADS, PARTS, VALUES] or [T, HEADS, VALUES] float32
     counts_ptr,  # [T] int32 selected tokens; written when SPLIT
     q_row_stride,
@@ -102,8 +102,8 @@ def _attend_kernel(
     if not SPLIT:
         end_part = tl.maximum(tl.cdiv(count, PART), 1)
     for part in range(first_part, end_part):
-        peak = tl.full([BLOCK_M], LOWEST, tl.float32)
-        total = tl.zeros([BLOCK_M, ONES], tl.float32)
+        m_i = tl.full([BLOCK_M], LOWEST, tl.float32)
+        l_i = tl.zeros([BLOCK_M, ONES], tl.float32)
         acc = ()
         for _ in tl.static_range(CHUNKS):
             acc = acc + (tl.zeros([BLOCK_M, CHUNK], tl.float32),)  # noqa: RUF005
@@ -123,11 +123,11 @@ def _attend_kernel(
                 scores = dot(q[c], tl.trans(k), scores)
                 latent = latent + (k,)  # noqa: RUF005
             scores = tl.where((entry < count)[None, :], scores, float("-inf"))
-            next_peak = tl.maximum(peak, tl.max(scores, axis=1) * scale)
-            weights = tl.exp2(tl.fma(scores, scale, -next_peak[:, None])).to(q_rest.dtype)
-            keep = tl.exp2(peak - next_peak)[:, None]
-            peak = next_peak
-            total = dot(weights, ones, total * keep)
+            new_m = tl.maximum(m_i, tl.max(scores, axis=1) * scale)
+            weights = tl.exp2(tl.fma(scores, scale, -new_m[:, None])).to(q_rest.dtype)
+            keep = tl.exp2(m_i - new_m)[:, None]
+            m_i = new_m
+            l_i = dot(weights, ones, l_i * keep)
             next_acc = ()
             for c in tl.static_range(CHUNKS):
                 next_acc = next_acc + (dot(weights, latent[c], acc[c] * keep),)  # noqa: RUF005
@@ -136,13 +136,13 @@ def _attend_kernel(
         place = row * HEADS + head
         if SPLIT:
             place = place * PARTS + part
-        sums = tl.max(total, axis=1)[:, None]
-        old_peak = peak
+        sums = tl.max(l_i, axis=1)[:, None]
+        old_peak = m_i
         old_sums = sums
         if PARTS > 1 and not SPLIT and part > 0:
-            old_peak = tl.load(peak_ptr + place, mask=head < HEADS, other=0.0)
-            old_sums = tl.load(total_ptr + place, mask=head < HEADS, other=0.0)[:, None]
-        next_peak = peak
+            old_peak = tl.load(m_ptr + place, mask=head < HEADS, other=0.0)
+            old_sums = tl.load(l_ptr + place, mask=head < HEADS, other=0.0)[:, None]
+        new_m = m_i
         next_sums = sums
         for c in tl.static_range(CHUNKS):
             value = c * CHUNK + dim
@@ -151,15 +151,15 @@ def _attend_kernel(
             acc_ptrs = acc_ptr + place[:, None] * VALUES + value[None, :]
             if PARTS > 1 and not SPLIT and part > 0:
                 old = tl.load(acc_ptrs, mask=mask, other=0.0)
-                next_peak, next_sums, values = combine(old_peak, old_sums, old, peak, sums, values)
+                new_m, next_sums, values = combine(old_peak, old_sums, old, m_i, sums, values)
             if SPLIT or (PARTS > 1 and part < end_part - 1):
                 tl.store(acc_ptrs, values, mask=mask)
             else:
                 out = tl.where(next_sums > 0, values / next_sums, 0.0).to(out_ptr.dtype.element_ty)
                 tl.store(out_ptr + place[:, None] * VALUES + value[None, :], out, mask=mask)
         if SPLIT or (PARTS > 1 and part < end_part - 1):
-            tl.store(peak_ptr + place, next_peak, mask=head < HEADS)
-            tl.store(total_ptr + place, tl.max(next_sums, axis=1), mask=head < HEADS)
+            tl.store(m_ptr + place, new_m, mask=head < HEADS)
+            tl.store(l_ptr + place, tl.max(next_sums, axis=1), mask=head < HEADS)
             tl.debug_barrier()  # other threads of this program may load what this one stored
 
 
@@ -179,7 +179,7 @@ def sparse_mla(
     out = torch.empty(rows, heads, value_width, dtype=q.dtype, device=q.device)
     if not rows:
         return out
-    cut = tiles(rows, heads, q.dtype, torch.version.hip is not None)
+    cut = latent_tiles(rows, heads, q.dtype, is_hip())
     head_tiles = triton.cdiv(heads, cut.heads)
     split = budget > PART and rows * head_tiles < WHOLE_GRID
     part = PART if exact or split else budget
@@ -190,35 +190,13 @@ def sparse_mla(
         counts = torch.empty(rows, dtype=torch.int32, device=q.device)
     chunk = min(max(triton.next_power_of_2(value_width), 16), VALUE_CHUNK)
     _attend_kernel[(head_tiles, most if split else 1, rows)](
-        q,
-        latent_cache,
-        indices,
-        span.block_table,
-        out,
-        *parts,
-        counts,
-        *q.stride()[:2],
-        indices.stride(0),
-        span.block_table.stride(0),
-        span.positions.shape[1],
-        scale * LOG2_E,
-        HEADS=heads,
-        WIDTH=width,
-        VALUES=value_width,
-        BUDGET=budget,
-        BLOCK_SIZE=latent_cache.shape[2],
-        BLOCK_M=cut.heads,
-        BLOCK_N=KEYS,
-        BLOCK_BUDGET=triton.next_power_of_2(budget),
-        CHUNK=chunk,
-        CHUNKS=triton.cdiv(value_width, chunk),
-        BLOCK_REST=max(triton.next_power_of_2(width - value_width), 16),
-        PART=part,
-        PARTS=most,
-        SPLIT=split,
-        num_warps=cut.warps,
-        num_stages=cut.stages,
-    )
+        q, latent_cache, indices, span.block_table, out, *parts, counts, *q.stride()[:2], indices.stride(0),
+        span.block_table.stride(0), span.positions.shape[1], scale * LOG2_E, HEADS=heads, WIDTH=width,
+        VALUES=value_width, BUDGET=budget, BLOCK_SIZE=latent_cache.shape[2], BLOCK_M=cut.heads, BLOCK_N=KEYS,
+        BLOCK_BUDGET=triton.next_power_of_2(budget), CHUNK=chunk, CHUNKS=triton.cdiv(value_width, chunk),
+        BLOCK_REST=max(triton.next_power_of_2(width - value_width), 16), PART=part, PARTS=most, SPLIT=split,
+        num_warps=cut.warps, num_stages=cut.stages,
+    )  # fmt: skip
     if split:
         combine_parts(parts, counts, 0, part, out)
     return out

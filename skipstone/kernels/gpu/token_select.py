@@ -10,16 +10,15 @@ first choose among chunks of 8 tokens by their best token: the budget's best tok
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from skipstone.core.batch import Span
+from skipstone.kernels.gpu.descriptors import multiprocessors
 from skipstone.kernels.gpu.gemm import compile_options, is_hip
-from skipstone.kernels.gpu.select import UNSEEN, multiprocessors, order_key
+from skipstone.kernels.gpu.select import UNSEEN, ScoreConfig, order_key
 
 CHUNK = 8
 MAX_SCRATCH = 1 << 26  # scores per call of the score kernel: 256 MB
@@ -27,18 +26,8 @@ MOST_DRAFTED = 8  # rows per request up to which bfloat16 keys are read in small
 ROUNDING = 1024  # score rows are this many tokens or a multiple apart, so that tables of many lengths look alike
 
 
-class ScoreConfig(NamedTuple):
-    """How a program of the score kernel is shaped; bits of a score do not depend on any of it."""
-
-    rows: int
-    tokens: int
-    warps: int
-    stages: int  # of the loop over tiles of tokens, which prefetches (stages - 2) // 2 + 1 tiles
-    programs: int  # per multiprocessor, while there are tokens enough
-
-
-def config(rows: int, itemsize: int, hip: bool) -> ScoreConfig:
-    """Shape for `rows` rows per request."""
+def token_score_config(rows: int, itemsize: int, hip: bool) -> ScoreConfig:
+    """Shape for `rows` rows per request. The loop over tiles of tokens prefetches (stages - 2) // 2 + 1 tiles."""
     if itemsize == 4:
         return ScoreConfig(1, 32, 4, 2, 4)
     if hip:
@@ -80,7 +69,7 @@ def token_select(
     chosen = torch.empty((total, 1, budget), dtype=torch.int32, device=index_q.device)
     q, weights = index_q.contiguous(), head_weights.contiguous()
     positions, table = span.positions.contiguous(), span.block_table.contiguous()
-    shape = config(n, index_q.element_size(), is_hip())
+    shape = token_score_config(n, index_q.element_size(), is_hip())
     constants = {"BUDGET": budget, "CHUNK": CHUNK}
     score = {"HEADS": heads, "D": width, "BLOCK_SIZE": block_size, "ROWS": shape.rows, "TOKENS": shape.tokens}
     score |= {"FP8": index_k_scale is not None, "WIDEN": index_k_scale is not None and is_hip()}

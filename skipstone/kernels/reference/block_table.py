@@ -67,14 +67,6 @@ def check_groups(table: PageTable, rows: int, kv_heads: int) -> None:
         )
 
 
-def decode_page_table(indices: Tensor, block_table: Tensor, seq_lens: Tensor, unit: int, page_stride: int) -> PageTable:
-    """Tables of requests with one row each, the last token of its sequence. indices [R, G, S] int32, seq_lens [R].
-
-    Ids, tables and stride as in `prefill_page_table`. A request with seq_len 0 is padding.
-    """
-    return verify_page_table(indices, block_table, seq_lens, 1, unit, page_stride)
-
-
 def verify_page_table(
     indices: Tensor, block_table: Tensor, seq_lens: Tensor, query_len: int, unit: int, page_stride: int
 ) -> PageTable:

@@ -40,39 +40,32 @@ class PlacedRows(NamedTuple):
 
 def step_rows(
     tokens: Tensor,
-    slots: Tensor,
+    slots: Tensor | None,
     start: Tensor,
     end: Tensor,
     table: Tensor,
-    row_item: Tensor,
-    row_offset: Tensor,
+    row_item: Tensor | None,
+    row_offset: Tensor | None,
     block_size: int,
 ) -> PlacedRows:
     """Row t is at position start + row_offset[t] of request row_item[t], and reads its token there.
 
     tokens [S, W] int32 by slot, slots [R], start [R], end [R], table [R, blocks], row_item [T], row_offset [T], all
-    int64. Requests with a negative start are padding, and so are rows from `end` on.
+    int64. Requests with a negative start are padding, and so are rows from `end` on. Tokens below 0 read as 0.
+
+    With slots, row_item and row_offset None, tokens [R, n] int64 are those of the rows themselves, n of each request.
     """
+    if slots is None or row_item is None or row_offset is None:
+        n = tokens.shape[1]
+        row = torch.arange(tokens.numel(), device=tokens.device)
+        slots, row_item, row_offset = None, row // n, row % n
+        end = torch.where(end > start, torch.minimum(end, start + n), 0)
     positions = start[row_item] + row_offset
     real = (start[row_item] >= 0) & (positions < end[row_item])
     place = torch.where(real, positions, 0)
-    ids = torch.where(real, tokens[slots[row_item], place], 0)
+    ids = tokens.flatten() if slots is None else torch.where(real, tokens[slots[row_item], place], 0)
     rows = placed_rows(ids, positions, real, table[row_item, place // block_size], block_size)
     return PlacedRows(*rows, torch.where(start >= 0, end, 0))
-
-
-def decode_rows(token_ids: Tensor, start: Tensor, end: Tensor, table: Tensor, block_size: int) -> PlacedRows:
-    """Rows at positions start, start + 1, ... of each request, T = R * n.
-
-    token_ids [R, n] int64 (PAD reads token 0), start [R], end [R], table [R, blocks] int64. Requests with a negative
-    start are padding, and so are rows from `end` on.
-    """
-    positions = start[:, None] + torch.arange(token_ids.shape[1], device=start.device)
-    real = (start[:, None] >= 0) & (positions < end[:, None])
-    block = table.gather(1, torch.where(real, positions, 0) // block_size)
-    last = torch.where(real, positions, PAD).amax(dim=1)
-    token_ids, positions, real, block = (x.flatten() for x in (token_ids, positions, real, block))
-    return PlacedRows(*placed_rows(token_ids, positions, real, block, block_size), last + 1)
 
 
 def placed_rows(

@@ -275,19 +275,14 @@ def _drafts(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     return tokens, start, torch.full_like(start, context - n // 2)
 
 
-def decode_rows(inputs: Inputs) -> OpCase:
-    """Rows of requests with drafts, the last of them past their limit."""
-    table = inputs.span(inputs.sizes.block_size, 1)[0].block_table
-    return OpCase((*_drafts(inputs), table, inputs.sizes.block_size), ())
-
-
 def step_rows(inputs: Inputs) -> OpCase:
-    """The same rows, whose tokens stand in a table by slot."""
-    (requests, n, context, *_), (_, start, limit, table, block_size) = inputs.shape, decode_rows(inputs).args
+    """Rows of requests with drafts, the last of them past their limit; tokens stand in a table by slot."""
+    (requests, n, context, *_), (_, start, limit) = inputs.shape, _drafts(inputs)
+    table = inputs.span(inputs.sizes.block_size, 1)[0].block_table
     tokens = inputs.integers(0, 4, requests, context).to(torch.int32)
     row = torch.arange(requests * n, device=inputs.device)
     slots = torch.arange(requests, device=inputs.device).flip(0)
-    return OpCase((tokens, slots, start, limit, table, row // n, row % n, block_size), ())
+    return OpCase((tokens, slots, start, limit, table, row // n, row % n, inputs.sizes.block_size), ())
 
 
 def accept(inputs: Inputs) -> OpCase:
@@ -297,6 +292,7 @@ def accept(inputs: Inputs) -> OpCase:
 
 
 OP_CASES: dict[str, Callable[..., OpCase]] = {op: globals()[op] for op in OP_NAMES if op in globals()}
+
 # Options of makers under which `doctor` compares an op once more.
 VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {"index_rows": ({"fp8": True},), "token_select": ({"fp8": True},)}
 # Scores of selections are made of whole numbers where results are compared, so that no rounding decides who is chosen.
