@@ -11,29 +11,37 @@ from skipstone.core.batch import PAD, SPARE_BLOCK, ZERO_BLOCK
 from skipstone.kernels.cpu.jit import array, kernel, result
 from skipstone.kernels.reference.decode import Accepted, PlacedRows
 from skipstone.kernels.reference.decode import accept as reference_accept
-from skipstone.kernels.reference.decode import step_rows as reference_step_rows
+
+NONE = np.empty(0, np.int64)
 
 
 @kernel(
-    "(int32[:, :], int64[:], int64[:], int64[:], int64[:, :], int64[:], int64[:], int64,"
-    " int64[::1], int64[::1], int64[::1], int64[::1], int64[::1], int64[::1])"
+    *(
+        f"({tokens}[:, :], int64[:], int64[:], int64[:], int64[:, :], int64[:], int64[:], int64,"
+        " int64[::1], int64[::1], int64[::1], int64[::1], int64[::1], int64[::1])"
+        for tokens in ("int32", "int64")
+    )
 )
 def _step_rows(
     tokens, slots, start, end, table, row_item, row_offset, block_size, ids, places, seen, blocks, offsets, seq_lens
 ):
-    for t in range(len(row_item)):
-        item = row_item[t]
-        position = start[item] + row_offset[t]
+    """Without slots, tokens [R, n] are those of the rows."""
+    n, own = tokens.shape[1], len(slots) == 0
+    for t in range(len(ids)):
+        item, offset = (t // n, t % n) if own else (row_item[t], row_offset[t])
+        position = start[item] + offset
         real = start[item] >= 0 and position < end[item]
         place = position if real else 0
         block = table[item, place // block_size]
-        ids[t] = max(tokens[slots[item], place], 0) if real else 0
+        token = tokens[item, offset] if own else tokens[slots[item], place]
+        ids[t] = max(token, 0) if real or own else 0
         places[t] = place
         seen[t] = position if real else PAD
         blocks[t] = block if real and block != ZERO_BLOCK else SPARE_BLOCK
         offsets[t] = place % block_size
     for r in range(len(seq_lens)):
-        seq_lens[r] = end[r] if start[r] >= 0 else 0
+        last = end[r] if not own else min(end[r], start[r] + n) if end[r] > start[r] else 0
+        seq_lens[r] = last if start[r] >= 0 else 0
 
 
 def step_rows(
@@ -46,11 +54,11 @@ def step_rows(
     row_offset: Tensor | None,
     block_size: int,
 ) -> PlacedRows:
-    """See the plain-torch twin, which also places rows that bring their tokens."""
-    if slots is None or row_item is None or row_offset is None:
-        return reference_step_rows(tokens, slots, start, end, table, row_item, row_offset, block_size)
-    parts = [result(size, dtype=np.int64) for size in (*[len(row_item)] * 5, len(slots))]
-    inputs = [array(each) for each in (tokens, slots, start, end, table, row_item, row_offset)]
+    """See the plain-torch twin."""
+    rows = tokens.numel() if row_item is None else len(row_item)
+    parts = [result(size, dtype=np.int64) for size in (*[rows] * 5, len(start))]
+    chosen, item, offset = (NONE if each is None else array(each) for each in (slots, row_item, row_offset))
+    inputs = (array(tokens), chosen, array(start), array(end), array(table), item, offset)
     _step_rows(*inputs, block_size, *(values for _, values in parts))
     return PlacedRows(*(tensor for tensor, _ in parts))
 

@@ -275,10 +275,12 @@ def _drafts(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     return tokens, start, torch.full_like(start, context - n // 2)
 
 
-def step_rows(inputs: Inputs) -> OpCase:
-    """Rows of requests with drafts, the last of them past their limit; tokens stand in a table by slot."""
-    (requests, n, context, *_), (_, start, limit) = inputs.shape, _drafts(inputs)
+def step_rows(inputs: Inputs, drafts: bool = False) -> OpCase:
+    """Rows of requests, the last of them past their limit; tokens stand in a table by slot, or are `drafts`."""
+    (requests, n, context, *_), (own, start, limit) = inputs.shape, _drafts(inputs)
     table = inputs.span(inputs.sizes.block_size, 1)[0].block_table
+    if drafts:
+        return OpCase((own, None, start, limit, table, None, None, inputs.sizes.block_size), ())
     tokens = inputs.integers(0, 4, requests, context).to(torch.int32)
     row = torch.arange(requests * n, device=inputs.device)
     slots = torch.arange(requests, device=inputs.device).flip(0)
@@ -294,7 +296,11 @@ def accept(inputs: Inputs) -> OpCase:
 OP_CASES: dict[str, Callable[..., OpCase]] = {op: globals()[op] for op in OP_NAMES if op in globals()}
 
 # Options of makers under which `doctor` compares an op once more.
-VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {"index_rows": ({"fp8": True},), "token_select": ({"fp8": True},)}
+VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
+    "index_rows": ({"fp8": True},),
+    "token_select": ({"fp8": True},),
+    "step_rows": ({"drafts": True},),
+}
 # Scores of selections are made of whole numbers where results are compared, so that no rounding decides who is chosen.
 WHOLE = ("block_select", "token_select")
 # Float32 is part of what these mean: what is chosen, or which dtype gains have.
