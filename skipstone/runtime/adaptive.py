@@ -23,7 +23,7 @@ KEPT_TIMES = 16  # of a kind; the median counts
 MEMORY = 500  # steps of requests after which older acceptance counts half
 WORTH = 1.03  # times as good, or nothing changes
 SCOUTED_STEPS, REST = 16, 1500  # while the proposer rests a new request drafts for so many steps after so many
-AWAKE, RESTED = -1, 0.85  # steps without drafts with the proposer at work, and what they take without it, as a guess
+AWAKE, RESTED = -1, 0.75  # steps without drafts with the proposer at work, and what they take without it, as a guess
 SIZES = (*range(1, 9), 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256)
 
 
@@ -111,13 +111,17 @@ class AdaptiveK:
     def _learn(self, size: Size, kind: int, seconds: float) -> None:
         if kind in size.times:  # a request may ask for fewer drafts
             size.times[kind].append(seconds)
+        if kind == 0:
+            size.times[AWAKE].clear()  # a guess is needed no more, and would be out of date one day
         size.wait -= 1
         size.left -= max(kind, 0) == size.current
         if size.left > 0 or 0 < self.asked[0] < FEWEST:
             return
         if size.wait <= 0 and size.current == size.best:
-            others = [end for end in (0, self.most) if end != size.best]
+            near = (0, size.best - 1, size.best + 1, self.most)  # between what was timed, times are guesses
+            others = [k for k in self.ks if k in near and k != size.best]
             size.current, size.left = others[size.trials % len(others)], TRIAL
+            size.times[size.current or AWAKE].clear()
             return
         if size.wait <= 0:
             size.wait, size.period, size.trials = size.period, min(2 * size.period, LONGEST_PERIOD), size.trials + 1
