@@ -119,7 +119,7 @@ class AdaptiveK:
             return
         if size.wait <= 0 and size.current == size.best:
             near = (0, size.best - 1, size.best + 1, self.most)  # between what was timed, times are guesses
-            others = [k for k in self.ks if k in near and k != size.best]
+            others = [k for k in range(self.most + 1) if k in near and k != size.best]
             size.current, size.left = others[size.trials % len(others)], TRIAL
             size.times[size.current or AWAKE].clear()
             return
