@@ -75,6 +75,8 @@ class AdaptiveK:
         if self._rested < REST:
             return 0
         self._rested = 0
+        share = FEWEST / max(self.asked[0], FEWEST)  # that scouts outweigh what was seen before the rest
+        self.asked, self.kept = [share * x for x in self.asked], [share * x for x in self.kept]
         return SCOUTED_STEPS
 
     def _size(self, num_requests: int) -> Size:

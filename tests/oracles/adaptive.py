@@ -25,13 +25,13 @@ class RandomK(AdaptiveK):
     """Answers at random; `calm`: how probably it goes on resting, or not resting, from one question to the next."""
 
     def __init__(self, most: int, seed: int, calm: float) -> None:
-        super().__init__(tuple(range(most + 1)))
+        super().__init__(most)
         self.draw, self.calm = random.Random(seed), calm
         self.resting = False
 
     def choose(self, num_requests: int) -> int:
         """Any k."""
-        return self.draw.choice(self.ks)
+        return self.draw.randint(0, self.most)
 
     def rests(self, num_requests: int) -> bool:
         """Now and then, for some time."""
