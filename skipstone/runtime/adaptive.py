@@ -18,7 +18,7 @@ from skipstone.core.plan import StepPlan, StepResult
 
 TRIAL = 6  # steps of a kind that are timed before it is judged
 FEWEST = 64  # steps of requests with drafts before these are judged
-FIRST_PERIOD, LONGEST_PERIOD = 250, 4000  # steps until what is not done is tried again; twice as many each time
+FIRST_PERIOD, LONGEST_PERIOD = 250, 2000  # steps until what is not done is tried again; twice as many each time
 KEPT_TIMES = 16  # of a kind; the median counts
 MEMORY = 500  # steps of requests after which older acceptance counts half
 WORTH = 1.03  # times as good, or nothing changes

@@ -11,7 +11,7 @@ import random
 from dataclasses import dataclass, replace
 
 from skipstone.core.batch import FIRST_BLOCK
-from skipstone.core.plan import PlanItem, StepPlan, StepResult
+from skipstone.core.plan import PlanItem, StepResult
 from skipstone.core.request import Request, SamplingParams
 from skipstone.runtime.adaptive import AdaptiveK
 from skipstone.runtime.block_pool import BlockPool
@@ -41,6 +41,26 @@ class RandomK(AdaptiveK):
     def scouted_steps(self) -> int:
         """Mostly none."""
         return self.draw.choice([0, 0, 1, 6])
+
+
+class GivenK(AdaptiveK):
+    """Answers as it is told."""
+
+    def __init__(self, most: int, k: int, resting: bool = False, scouted: int = 0) -> None:
+        super().__init__(most)
+        self.k, self.resting, self.scouted = k, resting, scouted
+
+    def choose(self, num_requests: int) -> int:
+        """The given one."""
+        return self.k
+
+    def rests(self, num_requests: int) -> bool:
+        """As given."""
+        return self.resting
+
+    def scouted_steps(self) -> int:
+        """As given."""
+        return self.scouted
 
 
 @dataclass
@@ -89,9 +109,10 @@ class Load:
         pool = BlockPool(FIRST_BLOCK + count * (longest + 32), 16)
         self.scheduler = Scheduler(pool, 512, count, False, NEEDS, None, adaptive)
         self.draw = random.Random(machine.seed)
-        self.seconds, self.tokens, self.steps, self.number = 0.0, 0, 0, 0
-        self.ks: list[int] = []  # most drafts that each step asked for
-        self.plan = StepPlan([])
+        self.seconds, self.tokens, self.number = 0.0, 0, 0
+        self.worked: list[bool] = []  # of each step, whether the proposer had anything to do
+        self.scouts = 0  # requests that were followed from their beginning
+        self.answers: set[tuple[int | None, int]] = set()  # drafts that requests ask for themselves, and what they got
 
     def run(self, steps: int) -> float:
         """Tokens per second in so many steps."""
@@ -114,16 +135,21 @@ class Load:
             request.max_drafts = self.most if asked is None else asked
             self.number += 1
             scheduler.add(request)
-        plan = self.plan = scheduler.schedule() or StepPlan([])
+        plan = scheduler.schedule()
+        assert plan is not None
         results = [self._result(item) for item in plan.items]
+        for item in plan.items:
+            owner = scheduler.owner(item)
+            assert owner is not None
+            self.answers.add((owner.params.num_speculative_tokens, item.num_next_drafts))
         noise = self.draw.gauss(1.0, self.machine.noise) * (5 if self.draw.random() < 0.01 else 1)
         seconds = self.machine.time(plan.items) * max(noise, 0.5) / 1000
         if self.adaptive is not None:
             self.adaptive.observe(plan, results, seconds)
         self.tokens += sum(len(tokens) for _, tokens in scheduler.commit(plan, results))
         self.seconds += seconds
-        self.steps += 1
-        self.ks.append(max(item.num_next_drafts for item in plan.items))
+        self.worked.append(any(item.follows or item.num_next_drafts for item in plan.items))
+        self.scouts += sum(item.follows for item in plan.items if item.num_rows > item.num_drafts + 1)
 
     def _result(self, item: PlanItem) -> StepResult:
         kept = 0
