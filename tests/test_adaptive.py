@@ -321,6 +321,26 @@ def test_blocks_that_a_rest_leaves_behind(target: str, way: str, folders: Folder
     assert steps_of(warm, [*prompt, 1])[1].output().num_cached_tokens == 40
 
 
+@pytest.mark.parametrize(("target", "way"), DRAFTERS)
+def test_a_drafter_made_for_fewer_positions(target: str, way: str, folders: Folders, plain: Callable) -> None:
+    """It is not run at positions that it does not know, whoever drafts; the text goes on without drafts."""
+    llm, most = made(folders, target, way, max_num_batched_tokens=24), 37
+    drafter = llm.engine.runner.proposer
+    drafter.needs = llm.engine.scheduler.needs = drafter.needs._replace(max_position=most)
+    if way != "draft":
+        drafter.head.max_position = most
+    plan, highest = drafter.groups.plan, [0]
+
+    def checked(batch: Batch) -> Any:
+        highest[0] = max(highest[0], int(batch.positions.max()))
+        return plan(batch)
+
+    drafter.groups.plan = checked
+    at_random(llm, 6, 0.97)
+    assert run_staggered(llm, tiny_jobs()[10:28:3], 2) == plain(target)[10:28:3]
+    assert most - 5 < highest[0] < most
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(("target", "way"), DRAFTERS)
 def test_draft_caches_under_any_choice(target: str, way: str, overlap: bool, folders: Folders) -> None:
@@ -412,7 +432,7 @@ def test_it_follows(change: str, count: int) -> None:
 
 def test_it_follows_after_a_long_time() -> None:
     """What was seen over thousands of steps of many requests does not outweigh scouts."""
-    load = Load(Machine(RIGHT), 4, AdaptiveK(MOST))
+    load = Load(Machine(RIGHT), 4, AdaptiveK(MOST), longest=1000)
     load.run(4000)
     for rates in (WRONG, RIGHT):
         load.change(rates=rates)
@@ -432,9 +452,9 @@ def test_a_slower_machine_does_not_look_fast() -> None:
 
 
 def test_a_k_between_the_ends() -> None:
-    """The first draft is free and always right, the others are dear and wrong."""
-    load = Load(Machine([0.9, 0.1, 0.0], row=0.0, follow=0.0, draft=4.0), 2, AdaptiveK(MOST))
-    load.run(2000)
+    """The first draft is free and helps, the others are dear: halfway to the most it would not be worth it."""
+    load = Load(Machine([0.25, 0.2, 0.1], row=0.0, follow=0.0, draft=4.0), 2, AdaptiveK(MOST))
+    load.run(3000)
     fixed = best_of(load.machine, 2)
     assert fixed.index(max(fixed)) == 1
     assert load.run(1000) > 0.95 * fixed[1]
@@ -453,15 +473,15 @@ def test_only_drafts_that_were_asked_for_count() -> None:
     """Of requests that the proposer follows; those of others, made to see what they take, are wrong anyway."""
     chooser = AdaptiveK(MOST)
 
-    def item(number: int, rows: int, follows: bool) -> PlanItem:
-        return PlanItem(number, number, 5, rows, rows - 1, True, MOST, follows)
+    def item(number: int, slot: int, follows: bool) -> PlanItem:
+        return PlanItem(number, slot, 5, MOST + 1, MOST, True, MOST, follows)
 
-    one, other = item(0, 4, True), item(1, 4, False)
+    one, other = item(5, 0, True), item(6, 1, False)
     plan = StepPlan([one, other])
     for _ in range(20):
         chooser.observe(plan, [StepResult([1, 1, 1], 2), StepResult([1], 0)], 1.0)
     assert [chooser.tokens(k) for k in range(4)] == pytest.approx([1, 2, 3, 3])
-    chooser.observe(StepPlan([item(2, 4, True)]), [StepResult([1], 0)], 1.0)  # the first step of another request
+    chooser.observe(StepPlan([item(7, 0, True)]), [StepResult([1], 0)], 1.0)  # the first step of the slot's next one
     assert chooser.tokens(3) == pytest.approx(3)
 
 

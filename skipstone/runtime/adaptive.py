@@ -2,7 +2,8 @@
 
 As the text does not depend on drafts, k may change in every step. A number of drafts k is worth A(k) / T(k): A, tokens
 that a step of a request yields, from how often its first 1, 2, ... drafts were kept; T, the time of a step with as many
-requests. No drafts and the most are tried for a few steps at every size of batch, and again from time to time.
+requests. No drafts, the most, and one more or fewer than the best are tried for a few steps at every size of batch, and
+again from time to time.
 
 Where no drafts are best the proposer rests, so that nothing is paid for it. A request whose rows it missed drafts no
 more, and a new one not at all, but for a scout now and then that shows what drafts would be worth.
