@@ -68,7 +68,7 @@ DRAFT_HEADS = Registry(
 class ProposerRow(NamedTuple):
     """All that is known of a proposer before anything is loaded: forms, messages, defaults are made from it.
 
-    `build` names what takes a SpecConfig and Surroundings and gives the Proposer. `heads`: what the config.json of its
+    `build` names what takes a SpecConfig and BuildContext and gives the Proposer. `heads`: what the config.json of its
     folder may call it; without any it needs no folder. `peers`: other programs' names for it.
     """
 
@@ -97,7 +97,7 @@ GPU = Registry(
     {
         "graphs": "runtime.graphs:DecodeGraphs",
         "warm_up": "runtime.warmup:warm_up",
-        "measure_room": "runtime.dry_run:measure_room",
+        "measure_budget": "runtime.dry_run:measure_budget",
         "compilations": "kernels.gpu.compilations:num_compilations",
     },
 )

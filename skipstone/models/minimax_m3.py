@@ -196,8 +196,10 @@ class Attention(nn.Module):
         self.config, self.layer, self.sparse = config, layer, config.sparse_layers[layer]
         self.kinds = ["q", "k", "index_q", "index_k"] if self.sparse else ["q", "k"]
         self.head_counts = [config.heads, config.kv_heads, config.kv_heads, 1][: len(self.kinds)]
-        normed = sum(self.head_counts)
-        self.in_proj = Linear(config.hidden_size, (normed + config.kv_heads) * config.head_dim, dtype, exact)
+        firsts = accumulate([0, *self.head_counts])
+        self.first_heads = dict(zip([*self.kinds, "v"], firsts, strict=True))  # in a row of in_proj
+        heads = self.first_heads["v"] + config.kv_heads
+        self.in_proj = Linear(config.hidden_size, heads * config.head_dim, dtype, exact)
         self.norm = HeadNorm(self.head_counts, config.head_dim, config.eps)
         self.o_proj = Linear(config.heads * config.head_dim, config.hidden_size, dtype, exact)
 
@@ -205,14 +207,14 @@ class Attention(nn.Module):
         """Normalised x [T, H] -> [T, H], or [K, H] of the kept rows."""
         attend = attention.per_layer[self.layer]
         projected = self.in_proj(x).view(x.shape[0], -1, self.config.head_dim)
-        normed = sum(self.head_counts)
-        places = dict(zip([*self.kinds, "v"], accumulate([0, *self.head_counts]), strict=True))
-        heads = attend.norm_rotate_store(projected, self.norm.scaled_gain, self.norm.eps, rotary, places)
+        gain, eps, first = self.norm.scaled_gain, self.norm.eps, self.first_heads
+        heads = attend.norm_rotate_store(projected, gain, eps, rotary, first)
         if kept is not None:
             heads, attend = heads[kept.rows], kept.attention.per_layer[self.layer]
-        branches = dict(zip(self.kinds, heads[:, :normed].split(self.head_counts, dim=1), strict=True))
-        selection = attend.select(IndexQuery(branches["index_q"])) if self.sparse else None
-        out = attend.run(branches["q"], selection)
+        selection = None
+        if self.sparse:
+            selection = attend.select(IndexQuery(heads[:, first["index_q"] : first["index_k"]]))
+        out = attend.run(heads[:, : first["k"]], selection)
         return self.o_proj(out.reshape(heads.shape[0], -1))
 
     def cache_specs(self) -> list[CacheSpec]:

@@ -28,7 +28,7 @@ from skipstone.spec_config import SpecConfig
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class BuildContext:
     """What a proposer is built from; `place` None: without memory, to see whether its files fit."""
 
     info: ModelInfo
@@ -52,9 +52,9 @@ class Surroundings:
         return model
 
 
-def make_mtp(spec: SpecConfig, around: Surroundings) -> Proposer:
+def make_mtp(spec: SpecConfig, context: BuildContext) -> Proposer:
     """The MTP modules that stand in the model's own files."""
-    info, weights = around.info, around.info.weights
+    info, weights = context.info, context.info.weights
     if info.architecture not in DRAFT_HEADS.entries:
         others = ", ".join(method for method in PROPOSERS if method != "mtp")
         raise ConfigError(f"spec=mtp: {info.architecture} has no MTP modules; use one of {others}")
@@ -66,39 +66,39 @@ def make_mtp(spec: SpecConfig, around: Surroundings) -> Proposer:
         )
     make = DRAFT_HEADS.load(info.architecture)
     names = weights.tensors if weights else ()
-    head: DraftHead = around.load(lambda: make(around.target, found, around.dtype, False, names), weights)
+    head: DraftHead = context.load(lambda: make(context.target, found, context.dtype, False, names), weights)
     return (HiddenStateProposer if found == 1 else SeveralModulesProposer)("mtp", head)
 
 
-def make_eagle3(spec: SpecConfig, around: Surroundings) -> Proposer:
+def make_eagle3(spec: SpecConfig, context: BuildContext) -> Proposer:
     """An EAGLE-3 head, in the hub's layout or that of the speculators library."""
-    folder, raw, where = _open_head(spec, around.info)
-    config, weights = read_eagle3(raw, around.info.config, where), open_weights(folder, raw)
-    given = (around.target, weights.tensors, around.dtype, around.max_position)
+    folder, raw, where = _open_head(spec, context.info)
+    config, weights = read_eagle3(raw, context.info.config, where), open_weights(folder, raw)
+    given = (context.target, weights.tensors, context.dtype, context.max_position)
     with _naming(folder):
-        proposer = HiddenStateProposer("eagle3", around.load(lambda: Eagle3(config, *given), weights))
+        proposer = HiddenStateProposer("eagle3", context.load(lambda: Eagle3(config, *given), weights))
     proposer.needs = proposer.needs._replace(default_k=_declared_k(raw, where))
     return proposer
 
 
-def make_dflash(spec: SpecConfig, around: Surroundings) -> Proposer:
+def make_dflash(spec: SpecConfig, context: BuildContext) -> Proposer:
     """A DFlash head."""
-    folder, raw, where = _open_head(spec, around.info)
-    config, given = read_dflash(raw, around.info.config, where), (around.target, around.dtype, around.max_position)
+    folder, raw, where = _open_head(spec, context.info)
+    config, given = read_dflash(raw, context.info.config, where), (context.target, context.dtype, context.max_position)
     with _naming(folder):
-        return DflashProposer(around.load(lambda: Dflash(config, *given), open_weights(folder, raw)))
+        return DflashProposer(context.load(lambda: Dflash(config, *given), open_weights(folder, raw)))
 
 
-def make_draft(spec: SpecConfig, around: Surroundings) -> Proposer:
+def make_draft(spec: SpecConfig, context: BuildContext) -> Proposer:
     """Any language model of the registry that has the target's vocabulary."""
-    folder = head_folder("draft", spec.folder, around.info.folder)
+    folder = head_folder("draft", spec.folder, context.info.folder)
     try:
         info = read_model_info(folder)
     except CheckpointError as error:
         raise CheckpointError(f"spec=draft: {error}") from None
-    _compare_vocabularies(info, around.info)
-    longest = min(info.config.max_position_embeddings, around.max_position)
-    model = around.load(lambda: info.model_class(info.config, around.dtype, False, longest), info.weights)
+    _compare_vocabularies(info, context.info)
+    longest = min(info.config.max_position_embeddings, context.max_position)
+    model = context.load(lambda: info.model_class(info.config, context.dtype, False, longest), info.weights)
     return DraftModelProposer(model, longest)
 
 
