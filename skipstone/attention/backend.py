@@ -7,12 +7,13 @@ contract with groups of their own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
-from skipstone.core.batch import Batch, Selection
+from skipstone.core.batch import Batch, Selection, Span
 from skipstone.core.kv_cache import CacheSpec, KVCache
 from skipstone.core.observer import Observer
 from skipstone.errors import UnsupportedError
@@ -20,6 +21,7 @@ from skipstone.kernels.ops import Ops, load_ops
 from skipstone.kernels.reference.index_rows import IndexCache, KeyNorm
 from skipstone.kernels.reference.norm_rope import HeadStore
 from skipstone.kernels.reference.pointwise import Rotary
+from skipstone.kernels.reference.select import select_all
 from skipstone.registry import ATTENTION
 
 # What a proposer's loop may ask of a group's metadata. "advance": follow a request row by row through the draft steps.
@@ -63,29 +65,64 @@ class SparseSettings(NamedTuple):
         return f"a row reads at most {self.budget * self.unit:,} tokens{blocks if self.unit > 1 else ''}"
 
 
-class GroupBackend(Protocol):
+class GroupBackend:
     """One kind of cache group. Keeps nothing of a step: what a step needs is in the metadata that `plan` returns."""
 
-    features: ClassVar[frozenset[Feature]]
+    features: ClassVar[frozenset[Feature]] = frozenset({"advance"})
+
+    def __init__(self, scale: float, exact: bool, sparse: SparseSettings | None, ops: Ops) -> None:
+        """`scale`: factor on attention scores; `sparse` None: no layer of the model selects."""
+        self.scale, self.exact, self.ops = scale, exact, ops
+        self.sparse: Any = sparse
 
     def plan(self, batch: Batch) -> Any:
         """This step's metadata, a pure function of the batch."""
+        return batch
 
 
-@runtime_checkable
-class AttentionBackend(GroupBackend, Protocol):
+class AttentionBackend(GroupBackend):
     """Attention over one layer's keys and values; bits of a row never depend on other rows when exact."""
 
     def run(self, metadata: Any, layer: int, q: Tensor, selection: Selection | None, cache: KVCache) -> Tensor:
         """Attention output [T, heads, value width] of q [T, heads, width]; dense layers get no selection."""
+        raise NotImplementedError
 
 
-@runtime_checkable
-class IndexBackend(GroupBackend, Protocol):
+class IndexMetadata(NamedTuple):
+    """`everything`: the selection that all layers share when every row sees no more than it may select."""
+
+    batch: Batch
+    everything: Selection | None
+
+
+class IndexBackend(GroupBackend):
     """The choice of keys from one layer's index keys."""
 
-    def select(self, metadata: Any, layer: int, index: IndexQuery, cache: KVCache) -> Selection:
-        """The keys that each row reads."""
+    def plan(self, batch: Batch) -> IndexMetadata:
+        """Everything is selected when all of it fits the budget."""
+        unit, budget, groups = self.sparse.unit, self.sparse.budget, self.sparse.groups
+        everything = None
+        if batch.max_seq_len <= unit * budget:
+            everything = Selection(select_all(batch.positions[None], unit, groups, budget)[0].contiguous(), unit)
+        return IndexMetadata(batch, everything)
+
+    def select(self, metadata: IndexMetadata, layer: int, index: IndexQuery, cache: KVCache) -> Selection:
+        """The keys that each row reads: indices [T, G, budget]."""
+        if metadata.everything is not None:
+            return metadata.everything
+        caches = cache.layers[layer]
+        indices = by_span(metadata.batch, lambda span: self.select_span(index, caches, span))
+        return Selection(indices, self.sparse.unit)
+
+    def select_span(self, index: IndexQuery, caches: dict[str, Tensor], span: Span) -> Tensor:
+        """The indices of a span's rows, given the layer's caches and the queries of all rows."""
+        raise NotImplementedError
+
+
+def by_span(batch: Batch, of_span: Callable[[Span], Tensor]) -> Tensor:
+    """What a function gives for the rows of each span, as one tensor."""
+    parts = [of_span(span) for span in batch.spans]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class LayerAttention(NamedTuple):

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from skipstone.attention.backend import SparseSettings
-from skipstone.attention.msa_paged import PagedBlocksMetadata, PagedBlockSparseBackend, page_tables
-from skipstone.core.batch import Selection
+from skipstone.attention.msa_paged import PagedBlockSparseBackend
 from skipstone.core.kv_cache import CacheSpec, KVCache
 from skipstone.kernels.ops import Ops
-from skipstone.kernels.reference.block_table import PAGE_SIZE
+from skipstone.kernels.reference.block_table import PAGE_SIZE, PageTable
 from skipstone.kernels.reference.norm_rope import HeadStore
 from skipstone.kernels.reference.pointwise import Rotary
 
@@ -183,20 +182,14 @@ class AiterBlockSparseBackend(PagedBlockSparseBackend):
         super().__init__(scale, exact, settings, ops)
         self.function = load_paged_attention()
 
-    def run(
-        self, metadata: PagedBlocksMetadata, layer: int, q: Tensor, selection: Selection | None, cache: KVCache
-    ) -> Tensor:
-        """q [T, H, D] -> [T, H, D] over the selected blocks."""
-        assert selection is not None
-        keys, values = cache.get(layer, "k"), cache.get(layer, "v")
-        if metadata.tables is None or metadata.tables[0] is not selection:
-            metadata.tables = (selection, page_tables(selection, metadata.batch, keys, self.ops))
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, tables: PageTable) -> Tensor:
+        """Every row and KV head as a sequence of its own."""
         rows, heads, width = q.shape
         kv_heads, block_size = keys.shape[1:3]
         sequences, group = rows * kv_heads, heads // kv_heads
         # Tables count head 0's pages; the same keys of the next head lie a block's pages further on.
         head = torch.arange(kv_heads, device=q.device, dtype=torch.int32)[:, None] * (block_size // PAGE_SIZE)
-        pages, lengths = metadata.tables[1]
+        pages, lengths = tables
         out = torch.zeros(sequences, group, width, dtype=q.dtype, device=q.device)
         self._call(
             output=out,
