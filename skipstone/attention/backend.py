@@ -125,8 +125,18 @@ def by_span(batch: Batch, of_span: Callable[[Span], Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
+class Kept(NamedTuple):
+    """The K rows whose final states are wanted; the last layer only caches the keys of the others.
+
+    Rows are independent, so in exact mode no bit changes.
+    """
+
+    rows: Tensor  # [K] int64, ascending
+    batch: Batch  # of these rows alone
+
+
 class LayerAttention(NamedTuple):
-    """One layer's way to its caches in one step."""
+    """One layer's way to its caches in one step of T rows, K of which it keeps: all, but for a last layer."""
 
     layer: int
     batch: Batch
@@ -136,7 +146,12 @@ class LayerAttention(NamedTuple):
     attend_metadata: Any
     indexer: IndexBackend | None
     indexer_metadata: Any
-    observer: Observer | None = None
+    observer: Observer | None
+    kept_rows: Tensor | None  # [K] int64; None: all
+
+    def keep(self, x: Tensor) -> Tensor:
+        """x [T, ...] -> [K, ...] of the kept rows."""
+        return x if self.kept_rows is None else x[self.kept_rows]
 
     def write(self, rows: CacheRows) -> None:
         """Store whatever of `rows` is present at the batch's slots; all caches have one layout."""
@@ -175,32 +190,20 @@ class LayerAttention(NamedTuple):
         return IndexQuery(*self.ops.index_rows(*args, index, *slots))
 
     def select(self, query: IndexQuery) -> Selection:
-        """The keys that each row reads. Only for layers with an indexer."""
+        """Queries of all rows -> the keys that each kept row reads. Only for layers with an indexer."""
         assert self.indexer is not None
+        query = IndexQuery(self.keep(query.q), None if query.weights is None else self.keep(query.weights))
         selection = self.indexer.select(self.indexer_metadata, self.layer, query, self.cache)
         if self.observer is not None:
             self.observer.on_selection(self.layer, selection)
         return selection
 
     def run(self, q: Tensor, selection: Selection | None) -> Tensor:
-        """q [T, heads, width] -> [T, heads, value width]."""
+        """q [K, heads, width] of the kept rows -> [K, heads, value width]."""
         return self.attend.run(self.attend_metadata, self.layer, q, selection, self.cache)
 
 
-class AttentionStep(NamedTuple):
-    """The metadata of one step: built once per group, handed out per layer."""
-
-    per_group: dict[str, Any]
-    per_layer: dict[int, LayerAttention]
-
-
-class LayerGroups(NamedTuple):
-    """The groups that a layer's caches form, by name and backend."""
-
-    group: str = ""
-    attend: AttentionBackend | None = None
-    index_group: str | None = None
-    indexer: IndexBackend | None = None
+AttentionStep = dict[int, LayerAttention]  # by layer
 
 
 class AttentionGroups:
@@ -222,33 +225,32 @@ class AttentionGroups:
         names = _backend_names(specs)
         paged = ATTENTION.load("msa_aiter").choose
         names, self.ops = paged(names, specs, cache, sparse, exact, ops or load_ops("reference"))
-        self.backends: dict[str, GroupBackend] = {
+        self.backends: dict[str, Any] = {
             group: ATTENTION.load(name)(scale, exact, sparse, self.ops) for group, name in names.items()
         }
-        self.layers: dict[int, LayerGroups] = {}
+        self.layers: dict[int, list[str]] = {}  # of each the group that attends, and the one that selects or ""
         for spec in specs:
-            backend, groups = self.backends[spec.group], self.layers.get(spec.layer, LayerGroups())
-            if isinstance(backend, IndexBackend):
-                taken, own = groups.index_group, groups._replace(index_group=spec.group, indexer=backend)
-            else:
-                assert isinstance(backend, AttentionBackend)
-                taken, own = groups.group, groups._replace(group=spec.group, attend=backend)
-            if taken:
+            groups = self.layers.setdefault(spec.layer, ["", ""])
+            place = isinstance(self.backends[spec.group], IndexBackend)
+            if groups[place]:
                 raise UnsupportedError(
-                    f"layer {spec.layer} has two cache groups that do the same, {taken!r} and {spec.group!r}; give a "
-                    "layer one group that attends and at most one that selects"
+                    f"layer {spec.layer} has two cache groups that do the same, {groups[place]!r} and {spec.group!r}; "
+                    "give a layer one group that attends and at most one that selects"
                 )
-            self.layers[spec.layer] = own
+            groups[place] = spec.group
 
-    def plan(self, batch: Batch) -> AttentionStep:
-        """Metadata of every group for the batch's rows."""
-        per_group = {group: backend.plan(batch) for group, backend in self.backends.items()}
-        per_layer = {}
-        for layer, (group, attend, index, indexer) in self.layers.items():
-            assert attend is not None
-            metadata = (attend, per_group[group], indexer, per_group[index] if index else None)
-            per_layer[layer] = LayerAttention(layer, batch, self.cache, self.ops, *metadata, self.observer)
-        return AttentionStep(per_group, per_layer)
+    def plan(self, batch: Batch, kept: Kept | None = None) -> AttentionStep:
+        """Every layer's way to its caches, with one metadata for all layers of a group; the last has the kept rows'."""
+        whole = {group: backend.plan(batch) for group, backend in self.backends.items()}
+        step, last = {}, max(self.layers)
+        for layer, (group, index) in self.layers.items():
+            metadata, rows = whole, None
+            if kept is not None and layer == last:
+                metadata = {name: self.backends[name].plan(kept.batch) for name in (group, index) if name}
+                rows = kept.rows
+            attend = (self.backends[group], metadata[group], self.backends.get(index), metadata.get(index))
+            step[layer] = LayerAttention(layer, batch, self.cache, self.ops, *attend, self.observer, rows)
+        return step
 
 
 def _backend_names(specs: Iterable[CacheSpec]) -> dict[str, str]:

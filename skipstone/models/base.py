@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from skipstone.attention.backend import AttentionStep, SparseSettings
+from skipstone.attention.backend import AttentionStep, LayerAttention, SparseSettings
 from skipstone.core.batch import Batch
 from skipstone.core.kv_cache import CacheSpec
 from skipstone.kernels.reference.pointwise import SILU, GatedActivation
@@ -67,20 +67,10 @@ class Derives(Protocol):
         """Called once."""
 
 
-class Kept(NamedTuple):
-    """The K rows whose final states are wanted; the last layer only caches the keys of the others.
-
-    `attention` is the step of a batch of these rows alone. Rows are independent, so in exact mode no bit changes.
-    """
-
-    rows: Tensor  # [K] int64, ascending
-    attention: AttentionStep
-
-
 class HiddenStates(NamedTuple):
     """What a forward pass gives: states after the final norm, and the tapped ones in ascending order of layers."""
 
-    final: Tensor  # [T, H], or [K, H] of the kept rows
+    final: Tensor  # [T, H], or [K, H] of the rows that the last layer keeps
     taps: tuple[Tensor, ...] = ()  # each [T, H], the residual stream entering a layer
 
 
@@ -134,13 +124,11 @@ class DecoderLayer(nn.Module):
         else:
             self.ffn = GatedMLP(hidden, config.dense_intermediate, activation, dtype, exact)
 
-    def forward(
-        self, x: Tensor, update: Tensor | None, rotary: Any, attention: AttentionStep, kept: Kept | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, update: Tensor | None, rotary: Any, attend: LayerAttention) -> tuple[Tensor, Tensor]:
         """Stream x [T, H] and the last layer's update of it, yet to be added -> the same of this layer's kept rows."""
         x, normed = (x, self.attention_norm(x)) if update is None else self.attention_norm.add(x, update)
-        attended = self.attention(normed, rotary, attention, kept)
-        x, normed = self.ffn_norm.add(x if kept is None else x[kept.rows], attended)
+        attended = self.attention(normed, rotary, attend)
+        x, normed = self.ffn_norm.add(attend.keep(x), attended)
         return x, self.ffn(normed)
 
     def weight_slots(self, prefix: str) -> dict[str, Tensor]:
@@ -196,10 +184,8 @@ class CausalLM(WeightedModel):
         """One or two per layer: each a cache group, its tensors and its attention backend."""
         return layer_caches(self.layers)
 
-    def forward(
-        self, batch: Batch, attention: AttentionStep, taps: tuple[int, ...] = (), kept: Kept | None = None
-    ) -> HiddenStates:
-        """States of every row, or of those that are `kept`.
+    def forward(self, batch: Batch, attention: AttentionStep, taps: tuple[int, ...] = ()) -> HiddenStates:
+        """States of every row, or of those that the last layer keeps.
 
         `taps` lists layers whose input is wanted, ascending; num_layers is the last output, which nobody may tap when
         only some rows are kept.
@@ -211,7 +197,7 @@ class CausalLM(WeightedModel):
         for i, layer in enumerate(self.layers):
             if i in taps:
                 tapped.append(x if update is None else x + update)
-            x, update = layer(x, update, rotary, attention, kept if layer is self.layers[-1] else None)
+            x, update = layer(x, update, rotary, attention[i])
         assert update is not None
         x, normed = self.norm.add(x, update)
         if len(self.layers) in taps:
@@ -272,10 +258,8 @@ class DraftHead(WeightedModel):
         """From the target's states to what the first pass is fed, [T, H]."""
         raise NotImplementedError
 
-    def forward(
-        self, hidden: Tensor, batch: Batch, attention: AttentionStep, module: int = 0, kept: Kept | None = None
-    ) -> Tensor:
-        """States [T, H] of a module, or of the kept rows alone; `batch.input_ids` are the tokens at p + module + 1."""
+    def forward(self, hidden: Tensor, batch: Batch, attention: AttentionStep, module: int = 0) -> Tensor:
+        """States [K, H] of a module's kept rows; `batch.input_ids` are the tokens at p + module + 1."""
         raise NotImplementedError
 
     def recycled(self, states: Tensor, module: int = 0) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from skipstone.attention.backend import AttentionStep, CacheRows, IndexQuery, LayerAttention, SparseSettings
+from skipstone.attention.backend import CacheRows, IndexQuery, LayerAttention, SparseSettings
 from skipstone.core.kv_cache import CacheSpec, CacheTensorSpec
 from skipstone.kernels.ops import OpsModule
 from skipstone.kernels.reference.fp8 import FP8
@@ -21,7 +21,7 @@ from skipstone.kernels.reference.index_rows import KeyNorm
 from skipstone.kernels.reference.pointwise import Rotary
 from skipstone.layers.linear import Linear, RMSNorm
 from skipstone.layers.rotary import RotaryTable, rotary_table
-from skipstone.models.base import MTP_MODULE, CausalLM, DecoderLayer, Kept, ModelConfig, MoeNames, empty_parameter
+from skipstone.models.base import MTP_MODULE, CausalLM, DecoderLayer, ModelConfig, MoeNames, empty_parameter
 from skipstone.models.config_reader import ConfigReader
 from skipstone.models.rotary_keys import read_rotary
 
@@ -180,24 +180,22 @@ class Attention(OpsModule):
         self.o_proj = Linear(heads * config.value_dim, config.hidden_size, dtype, exact)
         self.indexer = LightningIndexer(config, exact)
 
-    def forward(self, x: Tensor, rotary: Rotaries, attention: AttentionStep, kept: Kept | None = None) -> Tensor:
-        """Normalised x [T, H] -> [T, H], or [K, H] of the kept rows."""
-        config, attend = self.config, attention.per_layer[self.layer]
+    def forward(self, x: Tensor, rotary: Rotaries, attend: LayerAttention) -> Tensor:
+        """Normalised x [T, H] -> [K, H] of the kept rows."""
+        config, mla = self.config, rotary.mla
         latent_q, latent, rope_k, index_k = self.in_proj(x).split(self.in_widths, dim=-1)
         q, index_q = self.q_up(self.q_norm(latent_q)).split(self.q_widths, dim=-1)
-        latent_row = torch.cat([self.kv_norm(latent)[:, None], self.ops.rotate(rope_k[:, None], rotary.mla)], dim=-1)
+        latent_row = torch.cat([self.kv_norm(latent)[:, None], self.ops.rotate(rope_k[:, None], mla)], dim=-1)
         attend.write(CacheRows(latent=latent_row))
         index = self.indexer(x, index_q, index_k, rotary.indexer, attend)
-        mla = rotary.mla
-        if kept is not None:
-            attend, q, mla = kept.attention.per_layer[self.layer], q[kept.rows], mla.of_rows(kept.rows)
-            index = IndexQuery(index.q[kept.rows], None if index.weights is None else index.weights[kept.rows])
-        rows, selection = q.shape[0], attend.select(index)
+        selection = attend.select(index)
+        q, mla = attend.keep(q), mla if attend.kept_rows is None else mla.of_rows(attend.kept_rows)
+        rows = q.shape[0]
         nope_q, rope_q = q.view(rows, config.heads, -1).split([config.nope_dim, config.rope_dim], dim=-1)
         key_up, value_up = self.kv_up.split([config.nope_dim, config.value_dim], dim=1)  # [H, nope | value, kv_rank]
-        absorbed = self.ops.bmm(nope_q.transpose(0, 1), key_up, self.exact).transpose(0, 1)  # [T, H, kv_rank]
+        absorbed = self.ops.bmm(nope_q.transpose(0, 1), key_up, self.exact).transpose(0, 1)  # [K, H, kv_rank]
         query = torch.cat([absorbed, self.ops.rotate(rope_q, mla)], dim=-1)
-        latent_out = attend.run(query, selection)  # [T, H, kv_rank]
+        latent_out = attend.run(query, selection)  # [K, H, kv_rank]
         out = self.ops.bmm(latent_out.transpose(0, 1), value_up.transpose(1, 2), self.exact).transpose(0, 1)
         return self.o_proj(out.reshape(rows, -1))
 

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from skipstone.attention.backend import AttentionStep, IndexQuery, SparseSettings
+from skipstone.attention.backend import IndexQuery, LayerAttention, SparseSettings
 from skipstone.core.kv_cache import CacheSpec, CacheTensorSpec
 from skipstone.kernels.ops import OpsModule
 from skipstone.kernels.reference.pointwise import GatedActivation, Rotary
 from skipstone.layers.linear import Linear
 from skipstone.layers.rotary import RotaryTable, rotary_table
-from skipstone.models.base import MTP_MODULE, CausalLM, DecoderLayer, Kept, ModelConfig, MoeNames, empty_parameter
+from skipstone.models.base import MTP_MODULE, CausalLM, DecoderLayer, ModelConfig, MoeNames, empty_parameter
 from skipstone.models.config_reader import ConfigReader
 from skipstone.models.rotary_keys import read_rotary
 
@@ -203,19 +203,16 @@ class Attention(nn.Module):
         self.norm = HeadNorm(self.head_counts, config.head_dim, config.eps)
         self.o_proj = Linear(config.heads * config.head_dim, config.hidden_size, dtype, exact)
 
-    def forward(self, x: Tensor, rotary: Rotary, attention: AttentionStep, kept: Kept | None = None) -> Tensor:
-        """Normalised x [T, H] -> [T, H], or [K, H] of the kept rows."""
-        attend = attention.per_layer[self.layer]
+    def forward(self, x: Tensor, rotary: Rotary, attend: LayerAttention) -> Tensor:
+        """Normalised x [T, H] -> [K, H] of the kept rows."""
         projected = self.in_proj(x).view(x.shape[0], -1, self.config.head_dim)
         gain, eps, first = self.norm.scaled_gain, self.norm.eps, self.first_heads
         heads = attend.norm_rotate_store(projected, gain, eps, rotary, first)
-        if kept is not None:
-            heads, attend = heads[kept.rows], kept.attention.per_layer[self.layer]
         selection = None
         if self.sparse:
             selection = attend.select(IndexQuery(heads[:, first["index_q"] : first["index_k"]]))
-        out = attend.run(heads[:, : first["k"]], selection)
-        return self.o_proj(out.reshape(heads.shape[0], -1))
+        out = attend.run(attend.keep(heads[:, : first["k"]]), selection)
+        return self.o_proj(out.flatten(1))
 
     def cache_specs(self) -> list[CacheSpec]:
         """Keys and values; sparse layers also cache one index key per token."""

@@ -16,7 +16,7 @@ from skipstone.attention.backend import AttentionStep
 from skipstone.core.batch import Batch
 from skipstone.core.kv_cache import CacheSpec
 from skipstone.layers.linear import Linear, RMSNorm
-from skipstone.models.base import CausalLM, DraftHead, DraftOutput, HiddenStates, Kept, empty_parameter, layer_caches
+from skipstone.models.base import CausalLM, DraftHead, DraftOutput, HiddenStates, empty_parameter, layer_caches
 
 
 class MtpModule(nn.Module):
@@ -80,14 +80,12 @@ class MtpHead(DraftHead):
         """Embeddings of the next tokens, [T, H]."""
         return table[batch.input_ids]
 
-    def forward(
-        self, hidden: Tensor, batch: Batch, attention: AttentionStep, module: int = 0, kept: Kept | None = None
-    ) -> Tensor:
-        """States [T, H] of one module, or [K, H] of the kept rows."""
+    def forward(self, hidden: Tensor, batch: Batch, attention: AttentionStep, module: int = 0) -> Tensor:
+        """States [K, H] of the kept rows."""
         part = self.mtp[module]
         embedded = self.embedded(self.embed if part.embed is None else part.embed, batch)
         x = part.projection(torch.cat([part.embed_norm(embedded), part.hidden_norm(hidden)], dim=-1))
-        x, update = part.layer(x, None, self.angles(batch.positions), attention, kept)
+        x, update = part.layer(x, None, self.angles(batch.positions), attention[module])
         return x + update
 
     def recycled(self, states: Tensor, module: int = 0) -> Tensor:
