@@ -54,6 +54,9 @@ ATTENTION = Registry(
     },
 )
 
+# What serves the layers of a backend better, where it does not refuse their caches.
+PREFERRED = {"msa": "msa_aiter"}
+
 # The MTP modules of a target, by its architecture.
 DRAFT_HEADS = Registry(
     "draft head",

@@ -22,7 +22,7 @@ from skipstone.kernels.reference.index_rows import IndexCache, KeyNorm
 from skipstone.kernels.reference.norm_rope import HeadStore
 from skipstone.kernels.reference.pointwise import Rotary
 from skipstone.kernels.reference.select import select_all
-from skipstone.registry import ATTENTION
+from skipstone.registry import ATTENTION, PREFERRED
 
 # What a proposer's loop may ask of a group's metadata. "advance": follow a request row by row through the draft steps.
 # "in_block": rows of one request see each other in both directions (block diffusion).
@@ -75,6 +75,11 @@ class GroupBackend:
         self.scale, self.exact, self.ops = scale, exact, ops
         self.sparse: Any = sparse
 
+    @classmethod
+    def refusal(cls, caches: list[dict[str, Tensor]], sparse: SparseSettings | None, exact: bool) -> str | None:
+        """Why it cannot serve layers with these caches on their device."""
+        return None
+
     def plan(self, batch: Batch) -> Any:
         """This step's metadata, a pure function of the batch."""
         return batch
@@ -86,6 +91,22 @@ class AttentionBackend(GroupBackend):
     def run(self, metadata: Any, layer: int, q: Tensor, selection: Selection | None, cache: KVCache) -> Tensor:
         """Attention output [T, heads, value width] of q [T, heads, width]; dense layers get no selection."""
         raise NotImplementedError
+
+    def store(self, name: str, rows: Tensor, cache: Tensor, slots: tuple[Tensor, Tensor]) -> None:
+        """Cache rows [T, heads, width] at their slots (block, offset)."""
+        self.ops.store(rows, cache, *slots)
+
+    def norm_rotate_store(
+        self,
+        projected: Tensor,
+        scaled_gain: Tensor,
+        eps: float,
+        rotary: Rotary,
+        stores: dict[str, HeadStore],
+        slots: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """See the op of that name; `stores` by the caches' names."""
+        return self.ops.norm_rotate_store(projected, scaled_gain, eps, rotary, tuple(stores.values()), *slots)
 
 
 class IndexMetadata(NamedTuple):
@@ -141,13 +162,17 @@ class LayerAttention(NamedTuple):
     layer: int
     batch: Batch
     cache: KVCache
-    ops: Ops
     attend: AttentionBackend
     attend_metadata: Any
     indexer: IndexBackend | None
     indexer_metadata: Any
     observer: Observer | None
     kept_rows: Tensor | None  # [K] int64; None: all
+
+    @property
+    def slots(self) -> tuple[Tensor, Tensor]:
+        """Block and offset that take each row's keys."""
+        return self.batch.slot_block, self.batch.slot_offset
 
     def keep(self, x: Tensor) -> Tensor:
         """x [T, ...] -> [K, ...] of the kept rows."""
@@ -157,8 +182,7 @@ class LayerAttention(NamedTuple):
         """Store whatever of `rows` is present at the batch's slots; all caches have one layout."""
         for name, values in zip(CacheRows._fields, rows, strict=True):
             if values is not None:
-                cache = self.cache.get(self.layer, name)
-                self.ops.store(values, cache, self.batch.slot_block, self.batch.slot_offset)
+                self.attend.store(name, values, self.cache.get(self.layer, name), self.slots)
 
     def norm_rotate_store(
         self, projected: Tensor, scaled_gain: Tensor, eps: float, rotary: Rotary, places: dict[str, int]
@@ -169,9 +193,8 @@ class LayerAttention(NamedTuple):
         stands there at heads that were stored is not specified.
         """
         caches = self.cache.layers[self.layer]
-        stores = tuple(HeadStore(places[name], cache.shape[1], cache) for name, cache in caches.items())
-        slots = (self.batch.slot_block, self.batch.slot_offset)
-        return self.ops.norm_rotate_store(projected, scaled_gain, eps, rotary, stores, *slots)
+        stores = {name: HeadStore(places[name], cache.shape[1], cache) for name, cache in caches.items()}
+        return self.attend.norm_rotate_store(projected, scaled_gain, eps, rotary, stores, self.slots)
 
     def index_rows(
         self,
@@ -185,9 +208,8 @@ class LayerAttention(NamedTuple):
         """Cache the index keys of the rows, and return their queries; see the op of that name."""
         caches = self.cache.layers[self.layer]
         index = IndexCache(caches["index_k"], caches.get("index_k_scale"))
-        slots = (self.batch.slot_block, self.batch.slot_offset)
         args = (projected_q, projected_k, head_weights, weight_scale, norm, rotary)
-        return IndexQuery(*self.ops.index_rows(*args, index, *slots))
+        return IndexQuery(*self.attend.ops.index_rows(*args, index, *self.slots))
 
     def select(self, query: IndexQuery) -> Selection:
         """Queries of all rows -> the keys that each kept row reads. Only for layers with an indexer."""
@@ -221,13 +243,14 @@ class AttentionGroups:
         ops: Ops | None = None,
     ) -> None:
         """Raises UnsupportedError for a group with two backends, and for a layer with two groups of one kind."""
-        self.cache = cache
-        names = _backend_names(specs)
-        paged = ATTENTION.load("msa_aiter").choose
-        names, self.ops = paged(names, specs, cache, sparse, exact, ops or load_ops("reference"))
-        self.backends: dict[str, Any] = {
-            group: ATTENTION.load(name)(scale, exact, sparse, self.ops) for group, name in names.items()
-        }
+        self.cache, ops = cache, ops or load_ops("reference")
+        self.backends: dict[str, Any] = {}
+        for group, name in _backend_names(specs).items():
+            caches = [cache.layers[spec.layer] for spec in specs if spec.group == group]
+            preferred = PREFERRED.get(name)
+            if preferred and ATTENTION.load(preferred).refusal(caches, sparse, exact) is None:
+                name = preferred
+            self.backends[group] = ATTENTION.load(name)(scale, exact, sparse, ops)
         self.layers: dict[int, list[str]] = {}  # of each the group that attends, and the one that selects or ""
         for spec in specs:
             groups = self.layers.setdefault(spec.layer, ["", ""])
@@ -249,7 +272,7 @@ class AttentionGroups:
                 metadata = {name: self.backends[name].plan(kept.batch) for name in (group, index) if name}
                 rows = kept.rows
             attend = (self.backends[group], metadata[group], self.backends.get(index), metadata.get(index))
-            step[layer] = LayerAttention(layer, batch, self.cache, self.ops, *attend, self.observer, rows)
+            step[layer] = LayerAttention(layer, batch, self.cache, *attend, self.observer, rows)
         return step
 
 
