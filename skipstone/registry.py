@@ -57,16 +57,6 @@ ATTENTION = Registry(
 # What serves the layers of a backend better, where it does not refuse their caches.
 PREFERRED = {"msa": "msa_aiter"}
 
-# The MTP modules of a target, by its architecture.
-DRAFT_HEADS = Registry(
-    "draft head",
-    {
-        "MiniMaxM3SparseForConditionalGeneration": "models.minimax_m3_mtp:MiniMaxM3Mtp",
-        "MiniMaxM3SparseForCausalLM": "models.minimax_m3_mtp:MiniMaxM3Mtp",
-        "DeepseekV32ForCausalLM": "models.deepseek_v32_mtp:DeepseekV32Mtp",
-    },
-)
-
 
 class ProposerRow(NamedTuple):
     """All that is known of a proposer before anything is loaded: forms, messages, defaults are made from it.

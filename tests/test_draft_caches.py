@@ -32,9 +32,8 @@ from skipstone.core.plan import PlanItem, StepPlan, StepResult
 from skipstone.core.request import Request
 from skipstone.errors import UnsupportedError
 from skipstone.models.deepseek_v32 import DeepseekV32
-from skipstone.models.deepseek_v32_mtp import DeepseekV32Mtp
 from skipstone.models.minimax_m3 import MiniMaxM3
-from skipstone.models.minimax_m3_mtp import MiniMaxM3Mtp
+from skipstone.models.mtp import MtpHead
 from skipstone.registry import ATTENTION
 from skipstone.runtime.block_pool import BlockPool
 from skipstone.runtime.scheduler import Scheduler
@@ -314,7 +313,7 @@ def test_the_order_of_cache_groups_means_nothing(
     """Target and draft layers list their groups in another order: same text, same drafts, same counters."""
     jobs = tiny_jobs()[10:24:3]
     expected = run(engine(folders, name, proposer, 3), jobs)
-    for kind in (DeepseekV32, MiniMaxM3, DeepseekV32Mtp, MiniMaxM3Mtp):
+    for kind in (DeepseekV32, MiniMaxM3, MtpHead):
         original = kind.cache_specs
         monkeypatch.setattr(kind, "cache_specs", lambda self, original=original: permuted(original(self), order))
     llm = engine(folders, name, proposer, 3)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol, Self, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +52,10 @@ class ModelConfig:
     def softmax_scale(self) -> float:
         """Factor on attention scores."""
         raise NotImplementedError
+
+    def of_draft_layers(self, count: int) -> Self:
+        """The same with MTP layers: all have experts, whatever the target's have."""
+        return replace(self, num_layers=count, moe_layers=(True,) * count)
 
     @property
     def activation(self) -> GatedActivation:
@@ -148,6 +152,18 @@ class DecoderLayer(nn.Module):
         return slots | self.ffn.shared_slots(f"{moe}.shared_experts")
 
 
+class MtpLayout(NamedTuple):
+    """How a release stores the MTP modules of a model, see `mtp.py`."""
+
+    stem: str  # behind it stands a module's number
+    norm: str  # the one behind the layer
+    base: str = ""  # before the stem; an export may leave it out
+    layer: str = ""  # before the names of the layer's weights
+    after_layers: bool = False  # whether numbers follow those of the target's layers; else they begin at 0
+    copies: tuple[str, ...] = ()  # of the target's weights, that files may hold with every module
+    zero_first: bool = False  # whether position 0 has zeros for an embedding
+
+
 class CausalLM(WeightedModel):
     """A language model over paged caches: embedding, decoder layers, final norm, vocabulary product.
 
@@ -156,6 +172,7 @@ class CausalLM(WeightedModel):
 
     config: Any  # a ModelConfig of its own
     layer_class: type[DecoderLayer]
+    mtp: MtpLayout | None = None
 
     @staticmethod
     def read_config(raw: dict[str, Any]) -> ModelConfig:

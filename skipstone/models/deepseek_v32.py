@@ -21,7 +21,7 @@ from skipstone.kernels.reference.index_rows import KeyNorm
 from skipstone.kernels.reference.pointwise import Rotary
 from skipstone.layers.linear import Linear, RMSNorm
 from skipstone.layers.rotary import RotaryTable, rotary_table
-from skipstone.models.base import MTP_MODULE, CausalLM, DecoderLayer, ModelConfig, MoeNames, empty_parameter
+from skipstone.models.base import MTP_MODULE, CausalLM, DecoderLayer, ModelConfig, MoeNames, MtpLayout, empty_parameter
 from skipstone.models.config_reader import ConfigReader
 from skipstone.models.rotary_keys import read_rotary
 
@@ -247,6 +247,7 @@ class DeepseekV32(CausalLM):
 
     config: DeepseekV32Config
     layer_class = DeepseekV32Layer
+    mtp = MtpLayout("model.layers.", "shared_head.norm", after_layers=True, copies=("embed_tokens", "shared_head.head"))
     read_config = staticmethod(read_deepseek_v32)
 
     @staticmethod

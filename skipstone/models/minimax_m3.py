@@ -6,7 +6,7 @@ rotary on the first four; caches written; the index heads choose blocks, one set
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -19,7 +19,7 @@ from skipstone.kernels.ops import OpsModule
 from skipstone.kernels.reference.pointwise import GatedActivation, Rotary
 from skipstone.layers.linear import Linear
 from skipstone.layers.rotary import RotaryTable, rotary_table
-from skipstone.models.base import MTP_MODULE, CausalLM, DecoderLayer, ModelConfig, MoeNames, empty_parameter
+from skipstone.models.base import MTP_MODULE, CausalLM, DecoderLayer, ModelConfig, MoeNames, MtpLayout, empty_parameter
 from skipstone.models.config_reader import ConfigReader
 from skipstone.models.rotary_keys import read_rotary
 
@@ -64,6 +64,10 @@ class MiniMaxM3Config(ModelConfig):
     def softmax_scale(self) -> float:
         """head_dim^-1/2."""
         return float(self.head_dim**-0.5)
+
+    def of_draft_layers(self, count: int) -> MiniMaxM3Config:
+        """MTP layers are also sparse."""
+        return replace(super().of_draft_layers(count), sparse_layers=(True,) * count)
 
     @property
     def activation(self) -> GatedActivation:
@@ -255,6 +259,9 @@ class MiniMaxM3(CausalLM):
 
     config: MiniMaxM3Config
     layer_class = MiniMaxM3Layer
+    mtp = MtpLayout(
+        "mtp.layers.", "final_layernorm", base="language_model.model.", layer=".transformer_layer", zero_first=True
+    )
     read_config = staticmethod(read_minimax_m3)
 
     def __init__(self, config: MiniMaxM3Config, dtype: torch.dtype, exact: bool, max_position: int) -> None:

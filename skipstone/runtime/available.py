@@ -6,8 +6,9 @@ import msgspec
 
 from skipstone.models.loader import ModelInfo
 from skipstone.models.locate import heads_beside
+from skipstone.models.mtp import count_modules
 from skipstone.models.stored import StoredWeights
-from skipstone.registry import DRAFT_HEADS, PROPOSERS
+from skipstone.registry import PROPOSERS
 
 
 class Candidate(msgspec.Struct, frozen=True):
@@ -21,12 +22,10 @@ class Candidate(msgspec.Struct, frozen=True):
 
 def count_mtp_modules(info: ModelInfo, weights: StoredWeights | None) -> int:
     """MTP modules that the model's files hold."""
-    if info.architecture not in DRAFT_HEADS.entries:
-        return 0
-    if weights is None:
-        return int(info.config.declared_mtp_modules)
-    count: int = DRAFT_HEADS.load(info.architecture).count_modules(weights.tensors, info.config.num_layers)
-    return count
+    layout = info.model_class.mtp
+    if layout is None or weights is None:
+        return int(info.config.declared_mtp_modules) if layout else 0
+    return count_modules(layout, weights.tensors, info.config.num_layers)
 
 
 def candidates(info: ModelInfo) -> list[Candidate]:

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 
 from skipstone.errors import CheckpointError, ConfigError
-from skipstone.models.base import CausalLM, DraftHead
+from skipstone.models.base import CausalLM
 from skipstone.models.dflash import Dflash, read_dflash
 from skipstone.models.eagle3 import Eagle3, read_eagle3
 from skipstone.models.loader import Model, ModelInfo, Place, load, read_json, read_model_info
 from skipstone.models.locate import head_folder
+from skipstone.models.mtp import MtpHead
 from skipstone.models.stored import StoredWeights, match_weights, open_weights
-from skipstone.registry import DRAFT_HEADS, PROPOSERS
+from skipstone.registry import PROPOSERS
 from skipstone.runtime.available import count_mtp_modules
 from skipstone.spec.dflash import DflashProposer
 from skipstone.spec.draft_model import DraftModelProposer
@@ -55,7 +56,7 @@ class BuildContext:
 def make_mtp(spec: SpecConfig, context: BuildContext) -> Proposer:
     """The MTP modules that stand in the model's own files."""
     info, weights = context.info, context.info.weights
-    if info.architecture not in DRAFT_HEADS.entries:
+    if info.model_class.mtp is None:
         others = ", ".join(method for method in PROPOSERS if method != "mtp")
         raise ConfigError(f"spec=mtp: {info.architecture} has no MTP modules; use one of {others}")
     found = count_mtp_modules(info, weights)
@@ -64,9 +65,8 @@ def make_mtp(spec: SpecConfig, context: BuildContext) -> Proposer:
             f"spec=mtp: config.json of {info.folder.name} declares {info.config.declared_mtp_modules} MTP modules, but "
             "the files hold no MTP tensors; use another proposer or spec=off"
         )
-    make = DRAFT_HEADS.load(info.architecture)
     names = weights.tensors if weights else ()
-    head: DraftHead = context.load(lambda: make(context.target, found, context.dtype, False, names), weights)
+    head = context.load(lambda: MtpHead(context.target, found, context.dtype, False, names), weights)
     return (HiddenStateProposer if found == 1 else SeveralModulesProposer)("mtp", head)
 
 
