@@ -16,6 +16,7 @@ from skipstone.kernels.reference.pointwise import SILU, GatedActivation
 from skipstone.layers.feed_forward import GatedMLP, MixtureOfExperts, Router
 from skipstone.layers.linear import Linear, RMSNorm
 from skipstone.layers.rotary import RotarySettings
+from skipstone.models.config_reader import from_key
 
 MTP_MODULE = "MTP module"  # why a target leaves out the tensors of a draft module in its own files
 
@@ -24,23 +25,23 @@ MTP_MODULE = "MTP module"  # why a target leaves out the tensors of a draft modu
 class ModelConfig:
     """The keys of config.json that all models need, under our names; the engine reads no others."""
 
-    hidden_size: int
-    vocab_size: int
-    num_layers: int  # draft modules not counted
-    max_position_embeddings: int  # that the model was made for
-    heads: int
+    hidden_size: int = from_key()
+    vocab_size: int = from_key()
+    num_layers: int = from_key("num_hidden_layers")  # draft modules not counted
+    max_position_embeddings: int = from_key()  # that the model was made for
+    heads: int = from_key("num_attention_heads")
     rotary: RotarySettings
-    eps: float
+    eps: float = from_key("rms_norm_eps")
     sparse: SparseSettings
     moe_layers: tuple[bool, ...]
     dense_intermediate: int
     expert_intermediate: int
     shared_intermediate: int  # of all shared experts together
     experts: int
-    experts_per_token: int
+    experts_per_token: int = from_key("num_experts_per_tok")
     expert_groups: int = 1
     kept_groups: int = 1
-    routed_scaling: float
+    routed_scaling: float = from_key("routed_scaling_factor")
     declared_mtp_modules: int  # that config.json speaks of; the weights may hold fewer
 
     @property

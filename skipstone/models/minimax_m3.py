@@ -20,7 +20,7 @@ from skipstone.kernels.reference.pointwise import GatedActivation, Rotary
 from skipstone.layers.linear import Linear
 from skipstone.layers.rotary import RotaryTable, rotary_table
 from skipstone.models.base import MTP_MODULE, CausalLM, DecoderLayer, ModelConfig, MoeNames, MtpLayout, empty_parameter
-from skipstone.models.config_reader import ConfigReader
+from skipstone.models.config_reader import ConfigReader, from_key
 from skipstone.models.rotary_keys import read_rotary
 
 # Variants of the model that are not implemented, by the values that are.
@@ -53,12 +53,12 @@ ATTENTION_KINDS, MLP_KINDS = ("full_attention", "minimax_m3_sparse"), ("dense", 
 class MiniMaxM3Config(ModelConfig):
     """The keys of `text_config` that the text tower alone needs."""
 
-    kv_heads: int
-    head_dim: int
+    kv_heads: int = from_key("num_key_value_heads")
+    head_dim: int = from_key()
     rotary_dim: int
     sparse_layers: tuple[bool, ...]
-    swiglu_alpha: float
-    swiglu_limit: float
+    swiglu_alpha: float = from_key(default=1.702)
+    swiglu_limit: float = from_key(default=7.0)
 
     @property
     def softmax_scale(self) -> float:
@@ -147,19 +147,12 @@ def _read_text(reader: ConfigReader) -> MiniMaxM3Config:
     _adopt_layers(reader, "mlp_layer_types", MLP_KINDS, reader, "moe_layer_freq", layers)
     reader.also("num_local_experts", reader, "num_experts")
     experts = reader.integer("num_local_experts")
-    top_k = reader.integer("num_experts_per_tok")
+    reader.integer("num_experts_per_tok")
     reader.expect("num_experts_per_tok", tuple(range(1, experts + 1)))
-    config = MiniMaxM3Config(
-        hidden_size=reader.integer("hidden_size"),
-        vocab_size=reader.integer("vocab_size"),
-        num_layers=layers,
-        max_position_embeddings=max_position,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
+    config = reader.fill(
+        MiniMaxM3Config,
         rotary_dim=rotary_dim,
         rotary=rotary,
-        eps=reader.number("rms_norm_eps"),
         sparse_layers=sparse_layers,
         moe_layers=reader.layers("mlp_layer_types", layers, MLP_KINDS),
         sparse=sparse,
@@ -167,10 +160,6 @@ def _read_text(reader: ConfigReader) -> MiniMaxM3Config:
         expert_intermediate=reader.integer("intermediate_size"),
         shared_intermediate=reader.integer("shared_intermediate_size"),
         experts=experts,
-        experts_per_token=top_k,
-        routed_scaling=reader.number("routed_scaling_factor"),
-        swiglu_alpha=reader.number("swiglu_alpha", default=1.702),
-        swiglu_limit=reader.number("swiglu_limit", default=7.0),
         declared_mtp_modules=reader.integer("num_mtp_modules", low=0, default=0),
     )
     reader.finish()

@@ -1,4 +1,7 @@
-"""How each proposer that has weights is built: MTP modules, EAGLE-3 and DFlash heads, independent draft models."""
+"""Which proposers a model's files allow, and how each that has weights is built.
+
+These are MTP modules, EAGLE-3 and DFlash heads, independent draft models.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from skipstone.errors import CheckpointError, ConfigError
@@ -15,17 +19,50 @@ from skipstone.models.base import CausalLM
 from skipstone.models.dflash import Dflash, read_dflash
 from skipstone.models.eagle3 import Eagle3, read_eagle3
 from skipstone.models.loader import Model, ModelInfo, Place, load, read_json, read_model_info
-from skipstone.models.locate import head_folder
-from skipstone.models.mtp import MtpHead
+from skipstone.models.locate import head_folder, heads_beside
+from skipstone.models.mtp import MtpHead, count_modules
 from skipstone.models.stored import StoredWeights, match_weights, open_weights
 from skipstone.registry import PROPOSERS
-from skipstone.runtime.available import count_mtp_modules
 from skipstone.spec.dflash import DflashProposer
 from skipstone.spec.draft_model import DraftModelProposer
 from skipstone.spec.hidden_state import HiddenStateProposer
 from skipstone.spec.proposer import Proposer
 from skipstone.spec.several_modules import SeveralModulesProposer
 from skipstone.spec_config import SpecConfig
+
+
+class Candidate(msgspec.Struct, frozen=True):
+    """One proposer, and whether a model has what it needs; `spec` names it, without a number of drafts."""
+
+    method: str
+    spec: str
+    works: bool
+    reason: str
+
+
+def candidates(info: ModelInfo) -> list[Candidate]:
+    """Every proposer in the registry, in its order, and whether this model has what it needs."""
+    beside, found = heads_beside(info.folder), []
+    for method, row in PROPOSERS.items():
+        spec, works, reason = method, True, "needs no weights"
+        if method == "mtp":
+            modules = count_mtp_modules(info, info.weights)
+            works, reason = modules > 0, f"the files hold {modules} MTP module{'' if modules == 1 else 's'}"
+        elif method in beside:
+            reason = f"in {beside[method]}"
+        elif row.heads:
+            spec, works = f"{method}:FOLDER", False
+            reason = f"no folder {info.folder.name}-{method} beside the model; name one as {spec}"
+        found.append(Candidate(method, spec, works, reason))
+    return found
+
+
+def count_mtp_modules(info: ModelInfo, weights: StoredWeights | None) -> int:
+    """MTP modules that the model's files hold."""
+    layout = info.model_class.mtp
+    if layout is None or weights is None:
+        return int(info.config.declared_mtp_modules) if layout else 0
+    return count_modules(layout, weights.tensors, info.config.num_layers)
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,8 @@ from skipstone.config import EngineConfig, read_spec
 from skipstone.errors import ConfigError, UnsupportedError
 from skipstone.models.loader import ModelInfo
 from skipstone.registry import PROPOSERS
-from skipstone.runtime.available import count_mtp_modules
 from skipstone.runtime.k_table import KTable, asked_spec
-from skipstone.runtime.proposers import BuildContext
+from skipstone.runtime.proposers import BuildContext, count_mtp_modules
 from skipstone.spec.draft_sampler import DraftSampling
 from skipstone.spec.proposer import Proposer
 from skipstone.spec.verify import Verifier

@@ -21,7 +21,7 @@ from skipstone.models.base import CausalLM, DraftHead
 from skipstone.models.loader import ModelInfo, memory_refusal, mtp_bytes, read_model_info, weight_bytes, with_index_keys
 from skipstone.models.mtp import MtpHead
 from skipstone.models.stored import Match, StoredTensor, StoredWeights, match_weights, open_weights
-from skipstone.runtime.available import Candidate, candidates, count_mtp_modules
+from skipstone.runtime.proposers import Candidate, candidates, count_mtp_modules
 from skipstone.text.tokenizer import BUILT_IN, Tokenizer
 from skipstone.tools.inspect.headers import read_header
 from skipstone.tools.inspect.heads import check_candidate

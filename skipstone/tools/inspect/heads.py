@@ -15,8 +15,7 @@ from skipstone.models.loader import ModelInfo, read_model_info
 from skipstone.models.locate import heads_beside
 from skipstone.models.stored import Match, open_weights
 from skipstone.registry import PROPOSERS
-from skipstone.runtime.available import Candidate
-from skipstone.runtime.proposers import BuildContext
+from skipstone.runtime.proposers import BuildContext, Candidate
 from skipstone.spec_config import SpecConfig, needs_folder
 
 
