@@ -54,21 +54,14 @@ ATTENTION = Registry(
     },
 )
 
-# The MTP modules of a target, by its architecture.
-DRAFT_HEADS = Registry(
-    "draft head",
-    {
-        "MiniMaxM3SparseForConditionalGeneration": "models.minimax_m3_mtp:MiniMaxM3Mtp",
-        "MiniMaxM3SparseForCausalLM": "models.minimax_m3_mtp:MiniMaxM3Mtp",
-        "DeepseekV32ForCausalLM": "models.deepseek_v32_mtp:DeepseekV32Mtp",
-    },
-)
+# What serves the layers of a backend better, where it does not refuse their caches.
+PREFERRED = {"msa": "msa_aiter"}
 
 
 class ProposerRow(NamedTuple):
     """All that is known of a proposer before anything is loaded: forms, messages, defaults are made from it.
 
-    `build` names what takes a SpecConfig and Surroundings and gives the Proposer. `heads`: what the config.json of its
+    `build` names what takes a SpecConfig and BuildContext and gives the Proposer. `heads`: what the config.json of its
     folder may call it; without any it needs no folder. `peers`: other programs' names for it.
     """
 
@@ -97,7 +90,7 @@ GPU = Registry(
     {
         "graphs": "runtime.graphs:DecodeGraphs",
         "warm_up": "runtime.warmup:warm_up",
-        "measure_room": "runtime.dry_run:measure_room",
+        "measure_budget": "runtime.dry_run:measure_budget",
         "compilations": "kernels.gpu.compilations:num_compilations",
     },
 )

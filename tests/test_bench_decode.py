@@ -14,7 +14,7 @@ from skipstone.core.batch import FIRST_BLOCK
 from skipstone.core.kv_cache import CacheSpec, CacheTensorSpec
 from skipstone.layers.feed_forward import Router
 from skipstone.models.minimax_m3 import read_minimax_m3
-from skipstone.runtime.memory import Room, plan_caches
+from skipstone.runtime.memory import MemoryBudget, plan_caches
 from skipstone.tools.bench.decode_run import route_alike
 
 
@@ -33,8 +33,8 @@ def test_a_gpus_pool_holds_all_requests(most: int, held: int, tiny: Callable[[st
     model = read_minimax_m3(tiny("m3").config)
     specs = [CacheSpec(0, "dense K/V", "dense", (CacheTensorSpec("k", 2, 16),))]
     config = make_config(model="x", max_num_seqs=most, max_model_len=64, block_size=64)
-    large = Room(1 << 40, 0.9)
-    assert plan_caches(config, model, specs, torch.float32, room=large).num_blocks == held + FIRST_BLOCK
+    large = MemoryBudget(1 << 40, 0.9)
+    assert plan_caches(config, model, specs, torch.float32, budget=large).num_blocks == held + FIRST_BLOCK
     assert plan_caches(config, model, specs, torch.float32).num_blocks == 16 + FIRST_BLOCK
 
 

@@ -32,9 +32,8 @@ from skipstone.core.plan import PlanItem, StepPlan, StepResult
 from skipstone.core.request import Request
 from skipstone.errors import UnsupportedError
 from skipstone.models.deepseek_v32 import DeepseekV32
-from skipstone.models.deepseek_v32_mtp import DeepseekV32Mtp
 from skipstone.models.minimax_m3 import MiniMaxM3
-from skipstone.models.minimax_m3_mtp import MiniMaxM3Mtp
+from skipstone.models.mtp import MtpHead
 from skipstone.registry import ATTENTION
 from skipstone.runtime.block_pool import BlockPool
 from skipstone.runtime.scheduler import Scheduler
@@ -205,12 +204,12 @@ class DraftRows:
             self._last = batch, [owners[slot] for slot in step.draft_slots.tolist()], real, start.tolist()
             return batch
 
-        def checked(batch: Batch) -> Any:
+        def checked(batch: Batch, kept: Any = None) -> Any:
             if self._last is not None:
                 assert batch is self._last[0], "the batch that was made is the one that is planned"
                 self.compare(*self._last)
                 self._last = None
-            return self.plan(batch)
+            return self.plan(batch, kept)
 
         monkeypatch.setattr(DraftStep, "rows", made)
         self.groups.plan = checked
@@ -250,9 +249,10 @@ class DraftRows:
             return
         rows = [QueryRows(*row) for row in zip(real, start, (one.block_ids for one in requests), strict=True)]
         step, again = self.plan(batch), self.plan(build_batch(rows, BLOCK))
-        assert step.per_group.keys() == again.per_group.keys()
-        for group, metadata in step.per_group.items():
-            mine, other = (getattr(m, "everything", None) for m in (metadata, again.per_group[group]))
+        assert step.keys() == again.keys()
+        for layer, attend in step.items():
+            metadata = (attend.indexer_metadata, again[layer].indexer_metadata)
+            mine, other = (getattr(m, "everything", None) for m in metadata)
             if mine is not None:  # lengths are bounds from above, so it may be None where it need not
                 assert other is not None and torch.equal(mine.indices, other.indices)
 
@@ -286,9 +286,9 @@ def test_a_drafter_made_for_fewer_positions_stops_in_time(name: str, proposer: s
         drafter.head.max_position = most
     plan, highest = drafter.groups.plan, [0]
 
-    def checked(batch: Batch) -> Any:
+    def checked(batch: Batch, kept: Any = None) -> Any:
         highest[0] = max(highest[0], int(batch.positions.max()))
-        return plan(batch)
+        return plan(batch, kept)
 
     drafter.groups.plan = checked
     found = run(llm, jobs)
@@ -313,7 +313,7 @@ def test_the_order_of_cache_groups_means_nothing(
     """Target and draft layers list their groups in another order: same text, same drafts, same counters."""
     jobs = tiny_jobs()[10:24:3]
     expected = run(engine(folders, name, proposer, 3), jobs)
-    for kind in (DeepseekV32, MiniMaxM3, DeepseekV32Mtp, MiniMaxM3Mtp):
+    for kind in (DeepseekV32, MiniMaxM3, MtpHead):
         original = kind.cache_specs
         monkeypatch.setattr(kind, "cache_specs", lambda self, original=original: permuted(original(self), order))
     llm = engine(folders, name, proposer, 3)

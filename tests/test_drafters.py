@@ -508,8 +508,8 @@ class TestSensitivity:
 
         def no_positions(head: Any) -> None:
             original = head.forward
-            head.forward = lambda hidden, batch, attention, module=0, kept=None: original(
-                hidden, replace(batch, positions=torch.ones_like(batch.positions)), attention, module, kept
+            head.forward = lambda hidden, batch, attention, module=0: original(
+                hidden, replace(batch, positions=torch.ones_like(batch.positions)), attention, module
             )
 
         def unshifted(proposer: HiddenStateProposer, step: DraftStep, _: int) -> Batch:

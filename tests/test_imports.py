@@ -58,6 +58,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "models.base",
         "models.loader",
         "models.locate",
+        "models.mtp",
         "models.stored",
         "spec.ngram",
         "spec.proposer",

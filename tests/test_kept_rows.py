@@ -28,10 +28,11 @@ def watch(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Counter:
     model = llm.engine.model
     forward = model.forward
 
-    def counted(batch: Any, attention: Any, taps: tuple[int, ...] = (), kept: Any = None) -> Any:
-        hidden = forward(batch, attention, taps, kept)
-        rows = len(batch.input_ids)
-        expected = rows if kept is None else len(kept.rows)
+    def counted(batch: Any, attention: Any, taps: tuple[int, ...] = ()) -> Any:
+        hidden = forward(batch, attention, taps)
+        rows, (*others, last) = len(batch.input_ids), attention.values()
+        assert all(layer.kept_rows is None for layer in others)
+        expected = rows if last.kept_rows is None else len(last.kept_rows)
         assert hidden.final.shape[0] == expected
         assert all(tap.shape[0] == rows for tap in hidden.taps)
         counts.update(rows=rows, computed=expected, steps=1)

@@ -15,7 +15,7 @@ from skipstone.cli import main as cli
 from skipstone.errors import ConfigError
 from skipstone.models.loader import read_model_info
 from skipstone.registry import PROPOSERS, ProposerRow
-from skipstone.runtime.available import Candidate, candidates
+from skipstone.runtime.proposers import Candidate, candidates
 from skipstone.spec.ngram import NgramProposer
 from skipstone.spec.proposer import DraftStep, ProposerNeeds
 from skipstone.spec_config import SpecConfig, parse_spec

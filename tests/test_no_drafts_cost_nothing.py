@@ -271,10 +271,10 @@ def shape_of_work(llm: LLM, measure: Callable[[], object]) -> int:
     for part in filter(None, groups):
         plan = part.plan
 
-        def counted(batch: Batch, plan: Callable = plan) -> Any:
+        def counted(batch: Batch, kept: Any = None, plan: Callable = plan) -> Any:
             nonlocal count
-            count += 1
-            return plan(batch)
+            count += 1 if kept is None else 2
+            return plan(batch, kept)
 
         part.plan = counted
     measure()

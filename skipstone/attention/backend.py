@@ -7,12 +7,13 @@ contract with groups of their own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
-from skipstone.core.batch import Batch, Selection
+from skipstone.core.batch import Batch, Selection, Span
 from skipstone.core.kv_cache import CacheSpec, KVCache
 from skipstone.core.observer import Observer
 from skipstone.errors import UnsupportedError
@@ -20,7 +21,8 @@ from skipstone.kernels.ops import Ops, load_ops
 from skipstone.kernels.reference.index_rows import IndexCache, KeyNorm
 from skipstone.kernels.reference.norm_rope import HeadStore
 from skipstone.kernels.reference.pointwise import Rotary
-from skipstone.registry import ATTENTION
+from skipstone.kernels.reference.select import select_all
+from skipstone.registry import ATTENTION, PREFERRED
 
 # What a proposer's loop may ask of a group's metadata. "advance": follow a request row by row through the draft steps.
 # "in_block": rows of one request see each other in both directions (block diffusion).
@@ -63,50 +65,124 @@ class SparseSettings(NamedTuple):
         return f"a row reads at most {self.budget * self.unit:,} tokens{blocks if self.unit > 1 else ''}"
 
 
-class GroupBackend(Protocol):
+class GroupBackend:
     """One kind of cache group. Keeps nothing of a step: what a step needs is in the metadata that `plan` returns."""
 
-    features: ClassVar[frozenset[Feature]]
+    features: ClassVar[frozenset[Feature]] = frozenset({"advance"})
+
+    def __init__(self, scale: float, exact: bool, sparse: SparseSettings | None, ops: Ops) -> None:
+        """`scale`: factor on attention scores; `sparse` None: no layer of the model selects."""
+        self.scale, self.exact, self.ops = scale, exact, ops
+        self.sparse: Any = sparse
+
+    @classmethod
+    def refusal(cls, caches: list[dict[str, Tensor]], sparse: SparseSettings | None, exact: bool) -> str | None:
+        """Why it cannot serve layers with these caches on their device."""
+        return None
 
     def plan(self, batch: Batch) -> Any:
         """This step's metadata, a pure function of the batch."""
+        return batch
 
 
-@runtime_checkable
-class AttentionBackend(GroupBackend, Protocol):
+class AttentionBackend(GroupBackend):
     """Attention over one layer's keys and values; bits of a row never depend on other rows when exact."""
 
     def run(self, metadata: Any, layer: int, q: Tensor, selection: Selection | None, cache: KVCache) -> Tensor:
         """Attention output [T, heads, value width] of q [T, heads, width]; dense layers get no selection."""
+        raise NotImplementedError
+
+    def store(self, name: str, rows: Tensor, cache: Tensor, slots: tuple[Tensor, Tensor]) -> None:
+        """Cache rows [T, heads, width] at their slots (block, offset)."""
+        self.ops.store(rows, cache, *slots)
+
+    def norm_rotate_store(
+        self,
+        projected: Tensor,
+        scaled_gain: Tensor,
+        eps: float,
+        rotary: Rotary,
+        stores: dict[str, HeadStore],
+        slots: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """See the op of that name; `stores` by the caches' names."""
+        return self.ops.norm_rotate_store(projected, scaled_gain, eps, rotary, tuple(stores.values()), *slots)
 
 
-@runtime_checkable
-class IndexBackend(GroupBackend, Protocol):
+class IndexMetadata(NamedTuple):
+    """`everything`: the selection that all layers share when every row sees no more than it may select."""
+
+    batch: Batch
+    everything: Selection | None
+
+
+class IndexBackend(GroupBackend):
     """The choice of keys from one layer's index keys."""
 
-    def select(self, metadata: Any, layer: int, index: IndexQuery, cache: KVCache) -> Selection:
-        """The keys that each row reads."""
+    def plan(self, batch: Batch) -> IndexMetadata:
+        """Everything is selected when all of it fits the budget."""
+        unit, budget, groups = self.sparse.unit, self.sparse.budget, self.sparse.groups
+        everything = None
+        if batch.max_seq_len <= unit * budget:
+            everything = Selection(select_all(batch.positions[None], unit, groups, budget)[0].contiguous(), unit)
+        return IndexMetadata(batch, everything)
+
+    def select(self, metadata: IndexMetadata, layer: int, index: IndexQuery, cache: KVCache) -> Selection:
+        """The keys that each row reads: indices [T, G, budget]."""
+        if metadata.everything is not None:
+            return metadata.everything
+        caches = cache.layers[layer]
+        indices = by_span(metadata.batch, lambda span: self.select_span(index, caches, span))
+        return Selection(indices, self.sparse.unit)
+
+    def select_span(self, index: IndexQuery, caches: dict[str, Tensor], span: Span) -> Tensor:
+        """The indices of a span's rows, given the layer's caches and the queries of all rows."""
+        raise NotImplementedError
+
+
+def by_span(batch: Batch, of_span: Callable[[Span], Tensor]) -> Tensor:
+    """What a function gives for the rows of each span, as one tensor."""
+    parts = [of_span(span) for span in batch.spans]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class Kept(NamedTuple):
+    """The K rows whose final states are wanted; the last layer only caches the keys of the others.
+
+    Rows are independent, so in exact mode no bit changes.
+    """
+
+    rows: Tensor  # [K] int64, ascending
+    batch: Batch  # of these rows alone
 
 
 class LayerAttention(NamedTuple):
-    """One layer's way to its caches in one step."""
+    """One layer's way to its caches in one step of T rows, K of which it keeps: all, but for a last layer."""
 
     layer: int
     batch: Batch
     cache: KVCache
-    ops: Ops
     attend: AttentionBackend
     attend_metadata: Any
     indexer: IndexBackend | None
     indexer_metadata: Any
-    observer: Observer | None = None
+    observer: Observer | None
+    kept_rows: Tensor | None  # [K] int64; None: all
+
+    @property
+    def slots(self) -> tuple[Tensor, Tensor]:
+        """Block and offset that take each row's keys."""
+        return self.batch.slot_block, self.batch.slot_offset
+
+    def keep(self, x: Tensor) -> Tensor:
+        """x [T, ...] -> [K, ...] of the kept rows."""
+        return x if self.kept_rows is None else x[self.kept_rows]
 
     def write(self, rows: CacheRows) -> None:
         """Store whatever of `rows` is present at the batch's slots; all caches have one layout."""
         for name, values in zip(CacheRows._fields, rows, strict=True):
             if values is not None:
-                cache = self.cache.get(self.layer, name)
-                self.ops.store(values, cache, self.batch.slot_block, self.batch.slot_offset)
+                self.attend.store(name, values, self.cache.get(self.layer, name), self.slots)
 
     def norm_rotate_store(
         self, projected: Tensor, scaled_gain: Tensor, eps: float, rotary: Rotary, places: dict[str, int]
@@ -117,9 +193,8 @@ class LayerAttention(NamedTuple):
         stands there at heads that were stored is not specified.
         """
         caches = self.cache.layers[self.layer]
-        stores = tuple(HeadStore(places[name], cache.shape[1], cache) for name, cache in caches.items())
-        slots = (self.batch.slot_block, self.batch.slot_offset)
-        return self.ops.norm_rotate_store(projected, scaled_gain, eps, rotary, stores, *slots)
+        stores = {name: HeadStore(places[name], cache.shape[1], cache) for name, cache in caches.items()}
+        return self.attend.norm_rotate_store(projected, scaled_gain, eps, rotary, stores, self.slots)
 
     def index_rows(
         self,
@@ -133,37 +208,24 @@ class LayerAttention(NamedTuple):
         """Cache the index keys of the rows, and return their queries; see the op of that name."""
         caches = self.cache.layers[self.layer]
         index = IndexCache(caches["index_k"], caches.get("index_k_scale"))
-        slots = (self.batch.slot_block, self.batch.slot_offset)
         args = (projected_q, projected_k, head_weights, weight_scale, norm, rotary)
-        return IndexQuery(*self.ops.index_rows(*args, index, *slots))
+        return IndexQuery(*self.attend.ops.index_rows(*args, index, *self.slots))
 
     def select(self, query: IndexQuery) -> Selection:
-        """The keys that each row reads. Only for layers with an indexer."""
+        """Queries of all rows -> the keys that each kept row reads. Only for layers with an indexer."""
         assert self.indexer is not None
+        query = IndexQuery(self.keep(query.q), None if query.weights is None else self.keep(query.weights))
         selection = self.indexer.select(self.indexer_metadata, self.layer, query, self.cache)
         if self.observer is not None:
             self.observer.on_selection(self.layer, selection)
         return selection
 
     def run(self, q: Tensor, selection: Selection | None) -> Tensor:
-        """q [T, heads, width] -> [T, heads, value width]."""
+        """q [K, heads, width] of the kept rows -> [K, heads, value width]."""
         return self.attend.run(self.attend_metadata, self.layer, q, selection, self.cache)
 
 
-class AttentionStep(NamedTuple):
-    """The metadata of one step: built once per group, handed out per layer."""
-
-    per_group: dict[str, Any]
-    per_layer: dict[int, LayerAttention]
-
-
-class LayerGroups(NamedTuple):
-    """The groups that a layer's caches form, by name and backend."""
-
-    group: str = ""
-    attend: AttentionBackend | None = None
-    index_group: str | None = None
-    indexer: IndexBackend | None = None
+AttentionStep = dict[int, LayerAttention]  # by layer
 
 
 class AttentionGroups:
@@ -181,37 +243,37 @@ class AttentionGroups:
         ops: Ops | None = None,
     ) -> None:
         """Raises UnsupportedError for a group with two backends, and for a layer with two groups of one kind."""
-        self.cache = cache
-        names = _backend_names(specs)
-        paged = ATTENTION.load("msa_aiter").choose
-        names, self.ops = paged(names, specs, cache, sparse, exact, ops or load_ops("reference"))
-        self.backends: dict[str, GroupBackend] = {
-            group: ATTENTION.load(name)(scale, exact, sparse, self.ops) for group, name in names.items()
-        }
-        self.layers: dict[int, LayerGroups] = {}
+        self.cache, ops = cache, ops or load_ops("reference")
+        self.backends: dict[str, Any] = {}
+        for group, name in _backend_names(specs).items():
+            caches = [cache.layers[spec.layer] for spec in specs if spec.group == group]
+            preferred = PREFERRED.get(name)
+            if preferred and ATTENTION.load(preferred).refusal(caches, sparse, exact) is None:
+                name = preferred
+            self.backends[group] = ATTENTION.load(name)(scale, exact, sparse, ops)
+        self.layers: dict[int, list[str]] = {}  # of each the group that attends, and the one that selects or ""
         for spec in specs:
-            backend, groups = self.backends[spec.group], self.layers.get(spec.layer, LayerGroups())
-            if isinstance(backend, IndexBackend):
-                taken, own = groups.index_group, groups._replace(index_group=spec.group, indexer=backend)
-            else:
-                assert isinstance(backend, AttentionBackend)
-                taken, own = groups.group, groups._replace(group=spec.group, attend=backend)
-            if taken:
+            groups = self.layers.setdefault(spec.layer, ["", ""])
+            place = isinstance(self.backends[spec.group], IndexBackend)
+            if groups[place]:
                 raise UnsupportedError(
-                    f"layer {spec.layer} has two cache groups that do the same, {taken!r} and {spec.group!r}; give a "
-                    "layer one group that attends and at most one that selects"
+                    f"layer {spec.layer} has two cache groups that do the same, {groups[place]!r} and {spec.group!r}; "
+                    "give a layer one group that attends and at most one that selects"
                 )
-            self.layers[spec.layer] = own
+            groups[place] = spec.group
 
-    def plan(self, batch: Batch) -> AttentionStep:
-        """Metadata of every group for the batch's rows."""
-        per_group = {group: backend.plan(batch) for group, backend in self.backends.items()}
-        per_layer = {}
-        for layer, (group, attend, index, indexer) in self.layers.items():
-            assert attend is not None
-            metadata = (attend, per_group[group], indexer, per_group[index] if index else None)
-            per_layer[layer] = LayerAttention(layer, batch, self.cache, self.ops, *metadata, self.observer)
-        return AttentionStep(per_group, per_layer)
+    def plan(self, batch: Batch, kept: Kept | None = None) -> AttentionStep:
+        """Every layer's way to its caches, with one metadata for all layers of a group; the last has the kept rows'."""
+        whole = {group: backend.plan(batch) for group, backend in self.backends.items()}
+        step, last = {}, max(self.layers)
+        for layer, (group, index) in self.layers.items():
+            metadata, rows = whole, None
+            if kept is not None and layer == last:
+                metadata = {name: self.backends[name].plan(kept.batch) for name in (group, index) if name}
+                rows = kept.rows
+            attend = (self.backends[group], metadata[group], self.backends.get(index), metadata.get(index))
+            step[layer] = LayerAttention(layer, batch, self.cache, *attend, self.observer, rows)
+        return step
 
 
 def _backend_names(specs: Iterable[CacheSpec]) -> dict[str, str]:

@@ -9,19 +9,16 @@ not fit is stated and leaves the layers to `msa`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from skipstone.attention.backend import SparseSettings
-from skipstone.attention.msa_paged import PagedBlocksMetadata, PagedBlockSparseBackend, page_tables
-from skipstone.core.batch import Selection
-from skipstone.core.kv_cache import CacheSpec, KVCache
+from skipstone.attention.msa_paged import PagedBlockSparseBackend
 from skipstone.kernels.ops import Ops
-from skipstone.kernels.reference.block_table import PAGE_SIZE
+from skipstone.kernels.reference.block_table import PAGE_SIZE, PageTable
 from skipstone.kernels.reference.norm_rope import HeadStore
 from skipstone.kernels.reference.pointwise import Rotary
 
@@ -73,42 +70,16 @@ def aiter_refusal(device: torch.device) -> str | None:
     return signature_refusal(function)
 
 
-def model_refusal(specs: list[CacheSpec], cache: KVCache, sparse: SparseSettings | None) -> str | None:
+def cache_refusal(caches: list[dict[str, Tensor]], sparse: SparseSettings) -> str | None:
     """Why these caches cannot be read by it."""
-    assert sparse is not None
     if sparse.unit % PAGE_SIZE:
         return f"blocks of {sparse.unit} tokens are not made of pages of {PAGE_SIZE}"
-    for spec in specs:
-        keys = cache.get(spec.layer, "k")
+    for keys in (layer["k"] for layer in caches):
         if keys.dtype not in (torch.bfloat16, torch.float16):
             return f"it reads bfloat16 and float16, and these caches are {keys.dtype}"
         if keys.shape[3] & (keys.shape[3] - 1):
             return f"heads of {keys.shape[3]} are no power of two"
     return None
-
-
-def use_pages(
-    names: Mapping[str, str],
-    specs: list[CacheSpec],
-    cache: KVCache,
-    sparse: SparseSettings | None,
-    exact: bool,
-    ops: Ops,
-) -> tuple[dict[str, str], Ops]:
-    """Backends of groups with aiter's in place of `msa` where it can serve, and ops that write such layers' caches.
-
-    In exact mode it cannot: into how many parts it splits a row depends on how many rows there are.
-    """
-    served = [spec for spec in specs if spec.backend == "msa"]
-    if exact or not served:
-        return dict(names), ops
-    device = cache.get(served[0].layer, "k").device
-    if aiter_refusal(device) is not None or model_refusal(served, cache, sparse) is not None:
-        return dict(names), ops
-    kinds = {cache.get(spec.layer, name).data_ptr(): name for spec in served for name in ("k", "v")}
-    writers = PageWriters(ops, kinds)
-    paged = replace(ops, store=writers.store, norm_rotate_store=writers.norm_rotate_store)
-    return {group: "msa_aiter" if name == "msa" else name for group, name in names.items()}, paged
 
 
 def key_pages(cache: Tensor) -> Tensor:
@@ -141,17 +112,25 @@ def store_values(rows: Tensor, cache: Tensor, slot_block: Tensor, slot_offset: T
     places[slot_block.long(), :, page.long(), (token // x).long(), :, (token % x).long()] = rows.to(cache.dtype)
 
 
-class PageWriters(NamedTuple):
-    """The ops that write caches, for a model some of whose caches are in the order of pages."""
+class AiterBlockSparseBackend(PagedBlockSparseBackend):
+    """Attention of each row and KV head over its selected blocks, by aiter."""
 
-    ops: Ops
-    kinds: Mapping[int, str]  # address of a cache -> "k" or "v"
+    @classmethod
+    def refusal(cls, caches: list[dict[str, Tensor]], sparse: SparseSettings | None, exact: bool) -> str | None:
+        """See GroupBackend."""
+        assert sparse is not None
+        if exact:
+            return "into how many parts it splits a row depends on how many rows there are"
+        return aiter_refusal(caches[0]["k"].device) or cache_refusal(caches, sparse)
 
-    def store(self, rows: Tensor, cache: Tensor, slot_block: Tensor, slot_offset: Tensor) -> None:
-        """See the op `store`."""
-        kind = self.kinds.get(cache.data_ptr())
-        write = {"k": store_keys, "v": store_values}[kind] if kind else self.ops.store
-        write(rows.contiguous(), cache, slot_block, slot_offset)
+    def __init__(self, scale: float, exact: bool, settings: SparseSettings, ops: Ops) -> None:
+        super().__init__(scale, exact, settings, ops)
+        self.function = load_paged_attention()
+
+    def store(self, name: str, rows: Tensor, cache: Tensor, slots: tuple[Tensor, Tensor]) -> None:
+        """Keys and values in the order of pages."""
+        write: Callable[..., None] = {"k": store_keys, "v": store_values}.get(name, self.ops.store)
+        write(rows.contiguous(), cache, *slots)
 
     def norm_rotate_store(
         self,
@@ -159,44 +138,26 @@ class PageWriters(NamedTuple):
         scaled_gain: Tensor,
         eps: float,
         rotary: Rotary,
-        stores: tuple[HeadStore, ...],
-        slot_block: Tensor,
-        slot_offset: Tensor,
+        stores: dict[str, HeadStore],
+        slots: tuple[Tensor, Tensor],
     ) -> Tensor:
-        """See the op `norm_rotate_store`."""
-        plain = tuple(store for store in stores if store.cache.data_ptr() not in self.kinds)
-        slots = (slot_block, slot_offset)
-        heads = self.ops.norm_rotate_store(projected, scaled_gain, eps, rotary, plain, *slots)
-        for first, count, cache in stores:
-            if cache.data_ptr() in self.kinds:
-                source = heads if first < scaled_gain.shape[0] else projected
-                self.store(source[:, first : first + count], cache, *slots)
+        """Keys and values are stored afterwards, the others with the norm."""
+        plain = {name: store for name, store in stores.items() if name not in ("k", "v")}
+        heads = super().norm_rotate_store(projected, scaled_gain, eps, rotary, plain, slots)
+        for name in ("k", "v"):
+            first, count, cache = stores[name]
+            source = heads if first < scaled_gain.shape[0] else projected
+            self.store(name, source[:, first : first + count], cache, slots)
         return heads
 
-
-class AiterBlockSparseBackend(PagedBlockSparseBackend):
-    """Attention of each row and KV head over its selected blocks, by aiter. See `use_pages`."""
-
-    choose: ClassVar[Callable[..., tuple[dict[str, str], Ops]]] = staticmethod(use_pages)
-
-    def __init__(self, scale: float, exact: bool, settings: SparseSettings, ops: Ops) -> None:
-        super().__init__(scale, exact, settings, ops)
-        self.function = load_paged_attention()
-
-    def run(
-        self, metadata: PagedBlocksMetadata, layer: int, q: Tensor, selection: Selection | None, cache: KVCache
-    ) -> Tensor:
-        """q [T, H, D] -> [T, H, D] over the selected blocks."""
-        assert selection is not None
-        keys, values = cache.get(layer, "k"), cache.get(layer, "v")
-        if metadata.tables is None or metadata.tables[0] is not selection:
-            metadata.tables = (selection, page_tables(selection, metadata.batch, keys, self.ops))
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, tables: PageTable) -> Tensor:
+        """Every row and KV head as a sequence of its own."""
         rows, heads, width = q.shape
         kv_heads, block_size = keys.shape[1:3]
         sequences, group = rows * kv_heads, heads // kv_heads
         # Tables count head 0's pages; the same keys of the next head lie a block's pages further on.
         head = torch.arange(kv_heads, device=q.device, dtype=torch.int32)[:, None] * (block_size // PAGE_SIZE)
-        pages, lengths = metadata.tables[1]
+        pages, lengths = tables
         out = torch.zeros(sequences, group, width, dtype=q.dtype, device=q.device)
         self._call(
             output=out,

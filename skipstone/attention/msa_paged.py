@@ -7,20 +7,15 @@ values are reached through page tables alone, so this backend checks the tables 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from skipstone.attention.backend import Feature, SparseSettings
+from skipstone.attention.backend import AttentionBackend, SparseSettings
 from skipstone.core.batch import Batch, Selection
 from skipstone.core.kv_cache import KVCache
 from skipstone.kernels.ops import Ops
-from skipstone.kernels.reference.block_table import (
-    PAGE_SIZE,
-    PageTable,
-    pages_per_unit,
-)
+from skipstone.kernels.reference.block_table import PAGE_SIZE, PageTable, pages_per_unit
 
 
 @dataclass
@@ -31,19 +26,15 @@ class PagedBlocksMetadata:
     tables: tuple[Selection, PageTable] | None = None
 
 
-class PagedBlockSparseBackend:
+class PagedBlockSparseBackend(AttentionBackend):
     """Attention of each row and KV head over its selected blocks, read as pages of 16 keys."""
 
-    features: ClassVar[frozenset[Feature]] = frozenset({"advance"})
-
-    def __init__(self, scale: float, exact: bool, settings: SparseSettings, ops: Ops) -> None:
-        pages_per_unit(settings.unit)  # refuses, at start-up, blocks that pages do not fill
-        self.scale = scale
-        self.exact = exact
-        self.ops = ops
+    def __init__(self, scale: float, exact: bool, sparse: SparseSettings, ops: Ops) -> None:
+        super().__init__(scale, exact, sparse, ops)
+        pages_per_unit(sparse.unit)  # refuses, at start-up, blocks that pages do not fill
 
     def plan(self, batch: Batch) -> PagedBlocksMetadata:
-        """Keep the step's block tables; page tables need a selection."""
+        """Page tables need a selection."""
         return PagedBlocksMetadata(batch)
 
     def run(
@@ -54,8 +45,11 @@ class PagedBlockSparseBackend:
         keys, values = cache.get(layer, "k"), cache.get(layer, "v")
         if metadata.tables is None or metadata.tables[0] is not selection:
             metadata.tables = (selection, page_tables(selection, metadata.batch, keys, self.ops))
-        pages = (page_view(keys), page_view(values))
-        return self.ops.paged_attention(q, *pages, metadata.tables[1], self.scale, self.exact)
+        return self.attend(q, keys, values, metadata.tables[1])
+
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, tables: PageTable) -> Tensor:
+        """q [T, H, D] -> [T, H, D] over the pages of caches [blocks, heads, block_size, D]."""
+        return self.ops.paged_attention(q, page_view(keys), page_view(values), tables, self.scale, self.exact)
 
 
 def page_view(cache: Tensor) -> Tensor:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol, Self, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from skipstone.attention.backend import AttentionStep, SparseSettings
+from skipstone.attention.backend import AttentionStep, LayerAttention, SparseSettings
 from skipstone.core.batch import Batch
 from skipstone.core.kv_cache import CacheSpec
 from skipstone.kernels.reference.pointwise import SILU, GatedActivation
 from skipstone.layers.feed_forward import GatedMLP, MixtureOfExperts, Router
 from skipstone.layers.linear import Linear, RMSNorm
 from skipstone.layers.rotary import RotarySettings
+from skipstone.models.config_reader import from_key
 
 MTP_MODULE = "MTP module"  # why a target leaves out the tensors of a draft module in its own files
 
@@ -24,23 +25,23 @@ MTP_MODULE = "MTP module"  # why a target leaves out the tensors of a draft modu
 class ModelConfig:
     """The keys of config.json that all models need, under our names; the engine reads no others."""
 
-    hidden_size: int
-    vocab_size: int
-    num_layers: int  # draft modules not counted
-    max_position_embeddings: int  # that the model was made for
-    heads: int
+    hidden_size: int = from_key()
+    vocab_size: int = from_key()
+    num_layers: int = from_key("num_hidden_layers")  # draft modules not counted
+    max_position_embeddings: int = from_key()  # that the model was made for
+    heads: int = from_key("num_attention_heads")
     rotary: RotarySettings
-    eps: float
+    eps: float = from_key("rms_norm_eps")
     sparse: SparseSettings
     moe_layers: tuple[bool, ...]
     dense_intermediate: int
     expert_intermediate: int
     shared_intermediate: int  # of all shared experts together
     experts: int
-    experts_per_token: int
+    experts_per_token: int = from_key("num_experts_per_tok")
     expert_groups: int = 1
     kept_groups: int = 1
-    routed_scaling: float
+    routed_scaling: float = from_key("routed_scaling_factor")
     declared_mtp_modules: int  # that config.json speaks of; the weights may hold fewer
 
     @property
@@ -52,6 +53,10 @@ class ModelConfig:
     def softmax_scale(self) -> float:
         """Factor on attention scores."""
         raise NotImplementedError
+
+    def of_draft_layers(self, count: int) -> Self:
+        """The same with MTP layers: all have experts, whatever the target's have."""
+        return replace(self, num_layers=count, moe_layers=(True,) * count)
 
     @property
     def activation(self) -> GatedActivation:
@@ -67,20 +72,10 @@ class Derives(Protocol):
         """Called once."""
 
 
-class Kept(NamedTuple):
-    """The K rows whose final states are wanted; the last layer only caches the keys of the others.
-
-    `attention` is the step of a batch of these rows alone. Rows are independent, so in exact mode no bit changes.
-    """
-
-    rows: Tensor  # [K] int64, ascending
-    attention: AttentionStep
-
-
 class HiddenStates(NamedTuple):
     """What a forward pass gives: states after the final norm, and the tapped ones in ascending order of layers."""
 
-    final: Tensor  # [T, H], or [K, H] of the kept rows
+    final: Tensor  # [T, H], or [K, H] of the rows that the last layer keeps
     taps: tuple[Tensor, ...] = ()  # each [T, H], the residual stream entering a layer
 
 
@@ -134,13 +129,11 @@ class DecoderLayer(nn.Module):
         else:
             self.ffn = GatedMLP(hidden, config.dense_intermediate, activation, dtype, exact)
 
-    def forward(
-        self, x: Tensor, update: Tensor | None, rotary: Any, attention: AttentionStep, kept: Kept | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, update: Tensor | None, rotary: Any, attend: LayerAttention) -> tuple[Tensor, Tensor]:
         """Stream x [T, H] and the last layer's update of it, yet to be added -> the same of this layer's kept rows."""
         x, normed = (x, self.attention_norm(x)) if update is None else self.attention_norm.add(x, update)
-        attended = self.attention(normed, rotary, attention, kept)
-        x, normed = self.ffn_norm.add(x if kept is None else x[kept.rows], attended)
+        attended = self.attention(normed, rotary, attend)
+        x, normed = self.ffn_norm.add(attend.keep(x), attended)
         return x, self.ffn(normed)
 
     def weight_slots(self, prefix: str) -> dict[str, Tensor]:
@@ -160,6 +153,18 @@ class DecoderLayer(nn.Module):
         return slots | self.ffn.shared_slots(f"{moe}.shared_experts")
 
 
+class MtpLayout(NamedTuple):
+    """How a release stores the MTP modules of a model, see `mtp.py`."""
+
+    stem: str  # behind it stands a module's number
+    norm: str  # the one behind the layer
+    base: str = ""  # before the stem; an export may leave it out
+    layer: str = ""  # before the names of the layer's weights
+    after_layers: bool = False  # whether numbers follow those of the target's layers; else they begin at 0
+    copies: tuple[str, ...] = ()  # of the target's weights, that files may hold with every module
+    zero_first: bool = False  # whether position 0 has zeros for an embedding
+
+
 class CausalLM(WeightedModel):
     """A language model over paged caches: embedding, decoder layers, final norm, vocabulary product.
 
@@ -168,6 +173,7 @@ class CausalLM(WeightedModel):
 
     config: Any  # a ModelConfig of its own
     layer_class: type[DecoderLayer]
+    mtp: MtpLayout | None = None
 
     @staticmethod
     def read_config(raw: dict[str, Any]) -> ModelConfig:
@@ -196,10 +202,8 @@ class CausalLM(WeightedModel):
         """One or two per layer: each a cache group, its tensors and its attention backend."""
         return layer_caches(self.layers)
 
-    def forward(
-        self, batch: Batch, attention: AttentionStep, taps: tuple[int, ...] = (), kept: Kept | None = None
-    ) -> HiddenStates:
-        """States of every row, or of those that are `kept`.
+    def forward(self, batch: Batch, attention: AttentionStep, taps: tuple[int, ...] = ()) -> HiddenStates:
+        """States of every row, or of those that the last layer keeps.
 
         `taps` lists layers whose input is wanted, ascending; num_layers is the last output, which nobody may tap when
         only some rows are kept.
@@ -211,7 +215,7 @@ class CausalLM(WeightedModel):
         for i, layer in enumerate(self.layers):
             if i in taps:
                 tapped.append(x if update is None else x + update)
-            x, update = layer(x, update, rotary, attention, kept if layer is self.layers[-1] else None)
+            x, update = layer(x, update, rotary, attention[i])
         assert update is not None
         x, normed = self.norm.add(x, update)
         if len(self.layers) in taps:
@@ -272,10 +276,8 @@ class DraftHead(WeightedModel):
         """From the target's states to what the first pass is fed, [T, H]."""
         raise NotImplementedError
 
-    def forward(
-        self, hidden: Tensor, batch: Batch, attention: AttentionStep, module: int = 0, kept: Kept | None = None
-    ) -> Tensor:
-        """States [T, H] of a module, or of the kept rows alone; `batch.input_ids` are the tokens at p + module + 1."""
+    def forward(self, hidden: Tensor, batch: Batch, attention: AttentionStep, module: int = 0) -> Tensor:
+        """States [K, H] of a module's kept rows; `batch.input_ids` are the tokens at p + module + 1."""
         raise NotImplementedError
 
     def recycled(self, states: Tensor, module: int = 0) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import field, fields
+from typing import Any, TypeVar
 
 from skipstone.errors import ConfigError
 
@@ -23,6 +24,14 @@ WORDS = (
     *("qk_", "residual_", "rope_", "rotary_", "rout", "sliding_", "sparse_", "swiglu_"),
 )
 TRAINING = ("attention_dropout", "router_aux_loss_coef", "router_jitter_noise")
+
+
+Config = TypeVar("Config")
+
+
+def from_key(name: str = "", **options: Any) -> Any:
+    """A dataclass field that `ConfigReader.fill` reads: the key, where it is called otherwise, and how it is read."""
+    return field(metadata={"key": name, **options})
 
 
 class ConfigReader:
@@ -82,6 +91,16 @@ class ConfigReader:
             options = " or ".join(repr(item) for item in allowed)
             raise ConfigError(f"{self.place(key)}={value!r} is not supported, only {options}")
         return value
+
+    def fill(self, kind: type[Config], **found: Any) -> Config:
+        """A dataclass of what was found already, and of fields declared by `from_key`. Raises ConfigError."""
+        for declared in fields(kind):  # type: ignore[arg-type]
+            if "key" in declared.metadata and declared.name not in found:
+                options = dict(declared.metadata)
+                name = options.pop("key") or declared.name
+                read = self.number if declared.type == "float" else self.integer
+                found[declared.name] = read(name, **options)
+        return kind(**found)
 
     def section(self, key: str) -> ConfigReader:
         """A nested object. Raises ConfigError."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from skipstone.attention.backend import AttentionStep, CacheRows, IndexQuery, LayerAttention, SparseSettings
+from skipstone.attention.backend import CacheRows, IndexQuery, LayerAttention, SparseSettings
 from skipstone.core.kv_cache import CacheSpec, CacheTensorSpec
 from skipstone.kernels.ops import OpsModule
 from skipstone.kernels.reference.fp8 import FP8
@@ -21,8 +21,8 @@ from skipstone.kernels.reference.index_rows import KeyNorm
 from skipstone.kernels.reference.pointwise import Rotary
 from skipstone.layers.linear import Linear, RMSNorm
 from skipstone.layers.rotary import RotaryTable, rotary_table
-from skipstone.models.base import MTP_MODULE, CausalLM, DecoderLayer, Kept, ModelConfig, MoeNames, empty_parameter
-from skipstone.models.config_reader import ConfigReader
+from skipstone.models.base import MTP_MODULE, CausalLM, DecoderLayer, ModelConfig, MoeNames, MtpLayout, empty_parameter
+from skipstone.models.config_reader import ConfigReader, from_key
 from skipstone.models.rotary_keys import read_rotary
 
 # The norms inside attention (latent query, latent, index key) take this and not `rms_norm_eps`: the published modelling
@@ -52,13 +52,13 @@ ONLY: dict[str, tuple[Any, ...]] = {
 class DeepseekV32Config(ModelConfig):
     """The keys of config.json that this model alone needs."""
 
-    q_rank: int
-    kv_rank: int
-    nope_dim: int
-    rope_dim: int
-    value_dim: int
-    index_heads: int
-    index_dim: int
+    q_rank: int = from_key("q_lora_rank")
+    kv_rank: int = from_key("kv_lora_rank")
+    nope_dim: int = from_key("qk_nope_head_dim")
+    rope_dim: int = from_key("qk_rope_head_dim")
+    value_dim: int = from_key("v_head_dim")
+    index_heads: int = from_key("index_n_heads")
+    index_dim: int = from_key("index_head_dim")
     fp8_index_keys: bool = False  # no key of config.json: how index keys are cached
 
     @property
@@ -90,13 +90,13 @@ def read_deepseek_v32(raw: dict[str, Any]) -> DeepseekV32Config:
     """Read config.json of either generation. Raises ConfigError naming the key."""
     reader = ConfigReader(raw, "config.json")
     layers, heads = reader.integer("num_hidden_layers"), reader.integer("num_attention_heads")
-    max_position = reader.integer("max_position_embeddings")
     _check_supported(reader, layers)
     for name in ("num_experts", "num_local_experts"):
         reader.also("n_routed_experts", reader, name)
     experts, groups = reader.integer("n_routed_experts"), reader.integer("n_group")
     reader.multiple("n_routed_experts", experts, "n_group", groups)
-    kept, top_k = reader.integer("topk_group"), reader.integer("num_experts_per_tok")
+    kept = reader.integer("topk_group")
+    reader.integer("num_experts_per_tok")
     reader.expect("topk_group", tuple(range(1, groups + 1)))
     reader.expect("num_experts_per_tok", tuple(range(1, kept * (experts // groups) + 1)))
     kv_rank, rope_dim, index_dim = (reader.integer(k) for k in ("kv_lora_rank", "qk_rope_head_dim", "index_head_dim"))
@@ -105,31 +105,17 @@ def read_deepseek_v32(raw: dict[str, Any]) -> DeepseekV32Config:
     nope_dim, expert_width = reader.integer("qk_nope_head_dim"), reader.integer("moe_intermediate_size")
     reader.agree("qk_head_dim", nope_dim + rope_dim, f"{reader.where}: qk_nope_head_dim + qk_rope_head_dim")
     reader.agree("num_key_value_heads", heads, f"{reader.where}: num_attention_heads")
-    config = DeepseekV32Config(
-        hidden_size=reader.integer("hidden_size"),
-        vocab_size=reader.integer("vocab_size"),
-        num_layers=layers,
-        max_position_embeddings=max_position,
-        heads=heads,
-        q_rank=reader.integer("q_lora_rank"),
-        kv_rank=kv_rank,
-        nope_dim=nope_dim,
-        rope_dim=rope_dim,
-        value_dim=reader.integer("v_head_dim"),
-        rotary=read_rotary(reader, max_position),
-        eps=reader.number("rms_norm_eps"),
-        index_heads=reader.integer("index_n_heads"),
-        index_dim=index_dim,
+    config = reader.fill(
+        DeepseekV32Config,
+        rotary=read_rotary(reader, reader.integer("max_position_embeddings")),
         sparse=SparseSettings(unit=1, budget=reader.integer("index_topk"), value_width=kv_rank),
         moe_layers=_read_moe_layers(reader, layers),
         dense_intermediate=reader.integer("intermediate_size"),
         expert_intermediate=expert_width,
         experts=experts,
         shared_intermediate=expert_width * reader.integer("n_shared_experts", low=0),
-        experts_per_token=top_k,
         expert_groups=groups,
         kept_groups=kept,
-        routed_scaling=reader.number("routed_scaling_factor"),
         declared_mtp_modules=reader.integer("num_nextn_predict_layers", low=0, default=0),
     )
     reader.finish()
@@ -180,24 +166,22 @@ class Attention(OpsModule):
         self.o_proj = Linear(heads * config.value_dim, config.hidden_size, dtype, exact)
         self.indexer = LightningIndexer(config, exact)
 
-    def forward(self, x: Tensor, rotary: Rotaries, attention: AttentionStep, kept: Kept | None = None) -> Tensor:
-        """Normalised x [T, H] -> [T, H], or [K, H] of the kept rows."""
-        config, attend = self.config, attention.per_layer[self.layer]
+    def forward(self, x: Tensor, rotary: Rotaries, attend: LayerAttention) -> Tensor:
+        """Normalised x [T, H] -> [K, H] of the kept rows."""
+        config, mla = self.config, rotary.mla
         latent_q, latent, rope_k, index_k = self.in_proj(x).split(self.in_widths, dim=-1)
         q, index_q = self.q_up(self.q_norm(latent_q)).split(self.q_widths, dim=-1)
-        latent_row = torch.cat([self.kv_norm(latent)[:, None], self.ops.rotate(rope_k[:, None], rotary.mla)], dim=-1)
+        latent_row = torch.cat([self.kv_norm(latent)[:, None], self.ops.rotate(rope_k[:, None], mla)], dim=-1)
         attend.write(CacheRows(latent=latent_row))
         index = self.indexer(x, index_q, index_k, rotary.indexer, attend)
-        mla = rotary.mla
-        if kept is not None:
-            attend, q, mla = kept.attention.per_layer[self.layer], q[kept.rows], mla.of_rows(kept.rows)
-            index = IndexQuery(index.q[kept.rows], None if index.weights is None else index.weights[kept.rows])
-        rows, selection = q.shape[0], attend.select(index)
+        selection = attend.select(index)
+        q, mla = attend.keep(q), mla if attend.kept_rows is None else mla.of_rows(attend.kept_rows)
+        rows = q.shape[0]
         nope_q, rope_q = q.view(rows, config.heads, -1).split([config.nope_dim, config.rope_dim], dim=-1)
         key_up, value_up = self.kv_up.split([config.nope_dim, config.value_dim], dim=1)  # [H, nope | value, kv_rank]
-        absorbed = self.ops.bmm(nope_q.transpose(0, 1), key_up, self.exact).transpose(0, 1)  # [T, H, kv_rank]
+        absorbed = self.ops.bmm(nope_q.transpose(0, 1), key_up, self.exact).transpose(0, 1)  # [K, H, kv_rank]
         query = torch.cat([absorbed, self.ops.rotate(rope_q, mla)], dim=-1)
-        latent_out = attend.run(query, selection)  # [T, H, kv_rank]
+        latent_out = attend.run(query, selection)  # [K, H, kv_rank]
         out = self.ops.bmm(latent_out.transpose(0, 1), value_up.transpose(1, 2), self.exact).transpose(0, 1)
         return self.o_proj(out.reshape(rows, -1))
 
@@ -249,6 +233,7 @@ class DeepseekV32(CausalLM):
 
     config: DeepseekV32Config
     layer_class = DeepseekV32Layer
+    mtp = MtpLayout("model.layers.", "shared_head.norm", after_layers=True, copies=("embed_tokens", "shared_head.head"))
     read_config = staticmethod(read_deepseek_v32)
 
     @staticmethod

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from skipstone.attention.backend import AttentionStep, CacheRows
+from skipstone.attention.backend import AttentionStep, CacheRows, LayerAttention
 from skipstone.core.batch import Batch
 from skipstone.core.kv_cache import CacheSpec
 from skipstone.errors import ConfigError
@@ -83,17 +83,17 @@ class DflashLayer(DraftLayer):
         self.q_norm = RMSNorm(self.head_dim, config.eps)
         self.k_norm = RMSNorm(self.head_dim, config.eps)
 
-    def write(self, x: Tensor, rotary: Rotary, attention: AttentionStep) -> None:
+    def write(self, x: Tensor, rotary: Rotary, attend: LayerAttention) -> None:
         """Keys and values of x [T, H]: features of committed rows, or normalised states of block rows."""
         k, v = self.kv_proj(x).view(len(x), -1, self.head_dim).split(self.kv_heads, dim=1)
-        attention.per_layer[self.index].write(CacheRows(self.ops.rotate(self.k_norm(k), rotary), v))
+        attend.write(CacheRows(self.ops.rotate(self.k_norm(k), rotary), v))
 
-    def forward(self, x: Tensor, rotary: Rotary, attention: AttentionStep) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary, attend: LayerAttention) -> Tensor:
         """[T, H] -> [T, H]."""
         normed = self.attention_norm(x)
-        self.write(normed, rotary, attention)
+        self.write(normed, rotary, attend)
         q = self.q_norm(self.q_proj(normed).view(len(x), -1, self.head_dim))
-        return self.close(x, attention.per_layer[self.index].run(self.ops.rotate(q, rotary), None))
+        return self.close(x, attend.run(self.ops.rotate(q, rotary), None))
 
     def weight_slots(self, prefix: str) -> dict[str, Tensor]:
         """Checkpoint name -> the view it fills."""
@@ -130,14 +130,14 @@ class Dflash(BlockDraftHead):
         features = self.hidden_norm(self.fc(torch.cat(hidden.taps, dim=-1)))
         rotary = self.rotary(batch.positions)
         for layer in self.layers:
-            layer.write(features, rotary, attention)
+            layer.write(features, rotary, attention[layer.index])
 
     def forward(self, batch: Batch, attention: AttentionStep) -> Tensor:
         """States [T, H] before the norm."""
         x = self.embed[batch.input_ids]
         rotary = self.rotary(batch.positions)
         for layer in self.layers:
-            x = layer(x, rotary, attention)
+            x = layer(x, rotary, attention[layer.index])
         return x
 
     def logits(self, states: Tensor) -> Tensor:

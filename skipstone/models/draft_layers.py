@@ -16,22 +16,22 @@ from skipstone.layers.feed_forward import GatedMLP
 from skipstone.layers.linear import Linear, RMSNorm
 from skipstone.layers.rotary import RotarySettings, RotaryTable, rotary_table
 from skipstone.models.base import ModelConfig
-from skipstone.models.config_reader import ConfigReader
+from skipstone.models.config_reader import ConfigReader, from_key
 from skipstone.models.rotary_keys import read_rotary
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DraftLayerConfig:
     """A plain decoder layer: grouped-query attention with full rotary embedding, and a gated MLP."""
 
-    hidden_size: int
-    intermediate: int
-    heads: int
+    hidden_size: int = from_key()
+    intermediate: int = from_key("intermediate_size")
+    heads: int = from_key("num_attention_heads")
     kv_heads: int
     head_dim: int
-    eps: float
+    eps: float = from_key("rms_norm_eps")
     rotary: RotarySettings
-    max_position: int
+    max_position: int = from_key("max_position_embeddings")
 
     @property
     def softmax_scale(self) -> float:
@@ -86,7 +86,7 @@ def read_draft_layer(reader: ConfigReader) -> DraftLayerConfig:
     reader.expect("use_sliding_window", (False, None))
     if "use_sliding_window" not in reader.raw:
         reader.expect("sliding_window", (None,))
-    layers, max_position = reader.integer("num_hidden_layers"), reader.integer("max_position_embeddings")
+    layers = reader.integer("num_hidden_layers")
     if reader.get("layer_types") is not None:
         reader.layers("layer_types", layers, ("full_attention",))
     hidden, heads = reader.integer("hidden_size"), reader.integer("num_attention_heads")
@@ -97,16 +97,8 @@ def read_draft_layer(reader: ConfigReader) -> DraftLayerConfig:
     head_dim = reader.integer("head_dim") if reader.raw.get("head_dim") is not None else hidden // heads
     reader.multiple("head_dim", head_dim, "2 halves", 2)
     reader.agree("rotary_dim", head_dim, f"{reader.where}: head_dim")
-    config = DraftLayerConfig(
-        hidden_size=hidden,
-        intermediate=reader.integer("intermediate_size"),
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        eps=reader.number("rms_norm_eps"),
-        rotary=read_rotary(reader, max_position),
-        max_position=max_position,
-    )
+    rotary = read_rotary(reader, reader.integer("max_position_embeddings"))
+    config = reader.fill(DraftLayerConfig, kv_heads=kv_heads, head_dim=head_dim, rotary=rotary)
     reader.finish()
     return config
 

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from skipstone.attention.backend import AttentionStep, CacheRows
+from skipstone.attention.backend import AttentionStep, CacheRows, LayerAttention
 from skipstone.core.batch import Batch
 from skipstone.core.kv_cache import CacheSpec
 from skipstone.errors import CheckpointError, ConfigError
 from skipstone.kernels.reference.pointwise import Rotary
 from skipstone.layers.linear import Linear, RMSNorm
-from skipstone.models.base import CausalLM, DraftHead, DraftOutput, HiddenStates, Kept, ModelConfig, empty_parameter
+from skipstone.models.base import CausalLM, DraftHead, DraftOutput, HiddenStates, ModelConfig, empty_parameter
 from skipstone.models.config_reader import ConfigReader
 from skipstone.models.draft_layers import (
     DraftLayer,
@@ -100,20 +100,14 @@ class Eagle3Layer(DraftLayer):
         self.hidden_norm = RMSNorm(hidden, config.layer.eps)
         self.qkv = Linear(2 * hidden, sum(self.head_counts) * self.head_dim, dtype, exact=False)
 
-    def forward(
-        self, embedded: Tensor, hidden: Tensor, rotary: Rotary, attention: AttentionStep, kept: Kept | None
-    ) -> Tensor:
-        """Embeddings and states [T, H] -> [T, H], or [K, H] of the kept rows."""
-        attend = attention.per_layer[0]
+    def forward(self, embedded: Tensor, hidden: Tensor, rotary: Rotary, attend: LayerAttention) -> Tensor:
+        """Embeddings and states [T, H] -> [K, H] of the kept rows."""
         normed = self.hidden_norm(hidden)
         projected = self.qkv(torch.cat([self.embed_norm(embedded), normed], dim=-1))
         q, k, v = projected.view(len(hidden), -1, self.head_dim).split(self.head_counts, dim=1)
         attend.write(CacheRows(self.ops.rotate(k, rotary), v))
-        q = self.ops.rotate(q, rotary)
-        if kept is not None:
-            q, normed, hidden = q[kept.rows], normed[kept.rows], hidden[kept.rows]
-            attend = kept.attention.per_layer[0]
-        return self.close(normed if self.norm_before_residual else hidden, attend.run(q, None))
+        out = attend.run(attend.keep(self.ops.rotate(q, rotary)), None)
+        return self.close(attend.keep(normed if self.norm_before_residual else hidden), out)
 
     def weight_slots(self, prefix: str) -> dict[str, Tensor]:
         """Checkpoint name -> the view it fills."""
@@ -188,11 +182,9 @@ class Eagle3(DraftHead):
         """fc of the tapped states side by side."""
         return self.fc(torch.cat(hidden.taps, dim=-1))
 
-    def forward(
-        self, hidden: Tensor, batch: Batch, attention: AttentionStep, module: int = 0, kept: Kept | None = None
-    ) -> Tensor:
-        """States [T, H] before the norm, or [K, H] of the kept rows."""
-        return self.layer(self.embed[batch.input_ids], hidden, self.rotary(batch.positions), attention, kept)
+    def forward(self, hidden: Tensor, batch: Batch, attention: AttentionStep, module: int = 0) -> Tensor:
+        """States [K, H] of the kept rows, before the norm."""
+        return self.layer(self.embed[batch.input_ids], hidden, self.rotary(batch.positions), attention[0])
 
     def recycled(self, states: Tensor, module: int = 0) -> Tensor:
         """States without the norm, unless the head was trained otherwise."""

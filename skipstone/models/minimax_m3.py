@@ -6,21 +6,21 @@ rotary on the first four; caches written; the index heads choose blocks, one set
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from skipstone.attention.backend import AttentionStep, IndexQuery, SparseSettings
+from skipstone.attention.backend import IndexQuery, LayerAttention, SparseSettings
 from skipstone.core.kv_cache import CacheSpec, CacheTensorSpec
 from skipstone.kernels.ops import OpsModule
 from skipstone.kernels.reference.pointwise import GatedActivation, Rotary
 from skipstone.layers.linear import Linear
 from skipstone.layers.rotary import RotaryTable, rotary_table
-from skipstone.models.base import MTP_MODULE, CausalLM, DecoderLayer, Kept, ModelConfig, MoeNames, empty_parameter
-from skipstone.models.config_reader import ConfigReader
+from skipstone.models.base import MTP_MODULE, CausalLM, DecoderLayer, ModelConfig, MoeNames, MtpLayout, empty_parameter
+from skipstone.models.config_reader import ConfigReader, from_key
 from skipstone.models.rotary_keys import read_rotary
 
 # Variants of the model that are not implemented, by the values that are.
@@ -53,17 +53,21 @@ ATTENTION_KINDS, MLP_KINDS = ("full_attention", "minimax_m3_sparse"), ("dense", 
 class MiniMaxM3Config(ModelConfig):
     """The keys of `text_config` that the text tower alone needs."""
 
-    kv_heads: int
-    head_dim: int
+    kv_heads: int = from_key("num_key_value_heads")
+    head_dim: int = from_key()
     rotary_dim: int
     sparse_layers: tuple[bool, ...]
-    swiglu_alpha: float
-    swiglu_limit: float
+    swiglu_alpha: float = from_key(default=1.702)
+    swiglu_limit: float = from_key(default=7.0)
 
     @property
     def softmax_scale(self) -> float:
         """head_dim^-1/2."""
         return float(self.head_dim**-0.5)
+
+    def of_draft_layers(self, count: int) -> MiniMaxM3Config:
+        """MTP layers are also sparse."""
+        return replace(super().of_draft_layers(count), sparse_layers=(True,) * count)
 
     @property
     def activation(self) -> GatedActivation:
@@ -143,19 +147,12 @@ def _read_text(reader: ConfigReader) -> MiniMaxM3Config:
     _adopt_layers(reader, "mlp_layer_types", MLP_KINDS, reader, "moe_layer_freq", layers)
     reader.also("num_local_experts", reader, "num_experts")
     experts = reader.integer("num_local_experts")
-    top_k = reader.integer("num_experts_per_tok")
+    reader.integer("num_experts_per_tok")
     reader.expect("num_experts_per_tok", tuple(range(1, experts + 1)))
-    config = MiniMaxM3Config(
-        hidden_size=reader.integer("hidden_size"),
-        vocab_size=reader.integer("vocab_size"),
-        num_layers=layers,
-        max_position_embeddings=max_position,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
+    config = reader.fill(
+        MiniMaxM3Config,
         rotary_dim=rotary_dim,
         rotary=rotary,
-        eps=reader.number("rms_norm_eps"),
         sparse_layers=sparse_layers,
         moe_layers=reader.layers("mlp_layer_types", layers, MLP_KINDS),
         sparse=sparse,
@@ -163,10 +160,6 @@ def _read_text(reader: ConfigReader) -> MiniMaxM3Config:
         expert_intermediate=reader.integer("intermediate_size"),
         shared_intermediate=reader.integer("shared_intermediate_size"),
         experts=experts,
-        experts_per_token=top_k,
-        routed_scaling=reader.number("routed_scaling_factor"),
-        swiglu_alpha=reader.number("swiglu_alpha", default=1.702),
-        swiglu_limit=reader.number("swiglu_limit", default=7.0),
         declared_mtp_modules=reader.integer("num_mtp_modules", low=0, default=0),
     )
     reader.finish()
@@ -196,24 +189,23 @@ class Attention(nn.Module):
         self.config, self.layer, self.sparse = config, layer, config.sparse_layers[layer]
         self.kinds = ["q", "k", "index_q", "index_k"] if self.sparse else ["q", "k"]
         self.head_counts = [config.heads, config.kv_heads, config.kv_heads, 1][: len(self.kinds)]
-        normed = sum(self.head_counts)
-        self.in_proj = Linear(config.hidden_size, (normed + config.kv_heads) * config.head_dim, dtype, exact)
+        firsts = accumulate([0, *self.head_counts])
+        self.first_heads = dict(zip([*self.kinds, "v"], firsts, strict=True))  # in a row of in_proj
+        heads = self.first_heads["v"] + config.kv_heads
+        self.in_proj = Linear(config.hidden_size, heads * config.head_dim, dtype, exact)
         self.norm = HeadNorm(self.head_counts, config.head_dim, config.eps)
         self.o_proj = Linear(config.heads * config.head_dim, config.hidden_size, dtype, exact)
 
-    def forward(self, x: Tensor, rotary: Rotary, attention: AttentionStep, kept: Kept | None = None) -> Tensor:
-        """Normalised x [T, H] -> [T, H], or [K, H] of the kept rows."""
-        attend = attention.per_layer[self.layer]
+    def forward(self, x: Tensor, rotary: Rotary, attend: LayerAttention) -> Tensor:
+        """Normalised x [T, H] -> [K, H] of the kept rows."""
         projected = self.in_proj(x).view(x.shape[0], -1, self.config.head_dim)
-        normed = sum(self.head_counts)
-        places = dict(zip([*self.kinds, "v"], accumulate([0, *self.head_counts]), strict=True))
-        heads = attend.norm_rotate_store(projected, self.norm.scaled_gain, self.norm.eps, rotary, places)
-        if kept is not None:
-            heads, attend = heads[kept.rows], kept.attention.per_layer[self.layer]
-        branches = dict(zip(self.kinds, heads[:, :normed].split(self.head_counts, dim=1), strict=True))
-        selection = attend.select(IndexQuery(branches["index_q"])) if self.sparse else None
-        out = attend.run(branches["q"], selection)
-        return self.o_proj(out.reshape(heads.shape[0], -1))
+        gain, eps, first = self.norm.scaled_gain, self.norm.eps, self.first_heads
+        heads = attend.norm_rotate_store(projected, gain, eps, rotary, first)
+        selection = None
+        if self.sparse:
+            selection = attend.select(IndexQuery(heads[:, first["index_q"] : first["index_k"]]))
+        out = attend.run(attend.keep(heads[:, : first["k"]]), selection)
+        return self.o_proj(out.flatten(1))
 
     def cache_specs(self) -> list[CacheSpec]:
         """Keys and values; sparse layers also cache one index key per token."""
@@ -256,6 +248,9 @@ class MiniMaxM3(CausalLM):
 
     config: MiniMaxM3Config
     layer_class = MiniMaxM3Layer
+    mtp = MtpLayout(
+        "mtp.layers.", "final_layernorm", base="language_model.model.", layer=".transformer_layer", zero_first=True
+    )
     read_config = staticmethod(read_minimax_m3)
 
     def __init__(self, config: MiniMaxM3Config, dtype: torch.dtype, exact: bool, max_position: int) -> None:

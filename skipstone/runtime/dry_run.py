@@ -13,7 +13,7 @@ from skipstone.core.sequence_table import SequenceTable
 from skipstone.kernels.ops import Ops
 from skipstone.models.base import CausalLM
 from skipstone.runtime.layout import make_layout
-from skipstone.runtime.memory import GPU_SHARE, Room
+from skipstone.runtime.memory import GPU_SHARE, MemoryBudget
 from skipstone.runtime.step import Step
 from skipstone.spec.verify import Verifier
 
@@ -21,9 +21,9 @@ GREEDY = SamplingParams(temperature=0)
 LOGIT_COPIES = 3  # processing the logits of sampled rows makes copies of them
 
 
-def measure_room(
+def measure_budget(
     model: CausalLM, ops: Ops, block_size: int, dtype: torch.dtype, size: tuple[int, int, int, tuple[int, ...]]
-) -> Room:
+) -> MemoryBudget:
     """Run the step; what is free afterwards, and what it took.
 
     `size`: rows of prompts, of which at most the second number belong to one request, rows with logits, tapped layers.
@@ -54,4 +54,4 @@ def measure_room(
     needed = torch.cuda.max_memory_allocated() - before + copies
     del cache, groups, table, whole, hidden, logits
     torch.cuda.empty_cache()
-    return Room(torch.cuda.mem_get_info()[0], GPU_SHARE, needed)
+    return MemoryBudget(torch.cuda.mem_get_info()[0], GPU_SHARE, needed)

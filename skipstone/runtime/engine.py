@@ -23,8 +23,8 @@ from skipstone.runtime.block_pool import BlockPool
 from skipstone.runtime.chunk_limit import ChunkLimit
 from skipstone.runtime.k_table import asked_spec
 from skipstone.runtime.masks import GrammarMasks
-from skipstone.runtime.memory import CachePlan, Room, check_fits, choose_block_size, plan_caches
-from skipstone.runtime.proposers import Surroundings
+from skipstone.runtime.memory import CachePlan, MemoryBudget, check_fits, choose_block_size, plan_caches
+from skipstone.runtime.proposers import BuildContext
 from skipstone.runtime.runner import ModelRunner, StepHandle
 from skipstone.runtime.scheduler import Scheduler
 from skipstone.runtime.speculation import make_speculation
@@ -61,12 +61,12 @@ class Engine:
         spec, _ = asked_spec(config)
         with_mtp = spec.method in ("auto", "mtp") and spec.k != 0
         self.model: CausalLM = build_model(info, Build(config.exact, longest, place, with_mtp))
-        self.speculation = make_speculation(config, Surroundings(info, self.model, longest, place))
+        self.speculation = make_speculation(config, BuildContext(info, self.model, longest, place))
         proposer = self.speculation.proposer
         specs = self.model.cache_specs() + (proposer.cache_specs() if proposer else [])
         draft_unit = proposer.needs.block_unit if proposer else 1
-        room = self._measured_room(config, info.config, draft_unit)
-        self.caches: CachePlan = plan_caches(config, info.config, specs, self.dtype, draft_unit, room)
+        budget = self._measured_budget(config, info.config, draft_unit)
+        self.caches: CachePlan = plan_caches(config, info.config, specs, self.dtype, draft_unit, budget)
         if proposer and config.prefix_caching and proposer.needs.next_tokens > self.caches.block_size:
             # The positions that a request computes again behind a shared beginning must lie in its own last block.
             raise ConfigError(
@@ -100,19 +100,17 @@ class Engine:
         self._warm = self._num_made
         self.vocab_size: int = info.config.vocab_size
 
-    def _measured_room(self, config: EngineConfig, model: ModelConfig, draft_unit: int) -> Room | None:
+    def _measured_budget(self, config: EngineConfig, model: ModelConfig, draft_unit: int) -> MemoryBudget | None:
         """On a GPU: what a dry run of the largest step leaves for the caches."""
         if self.device.type == "cpu" or config.num_blocks or config.cache_memory_gb:
             return None
         block_size = choose_block_size(config, model, draft_unit)
         longest = min(config.max_model_len or model.max_position_embeddings, model.max_position_embeddings)
-        rows = self.max_rows
         sampled = config.max_num_seqs * (self.speculation.k + 1)
         proposer = self.speculation.proposer
-        taps = proposer.needs.taps if proposer else ()
-        size = (rows, longest, sampled, taps)
-        room: Room = GPU.load("measure_room")(self.model, self.kernels.ops, block_size, self.dtype, size)
-        return room
+        size = (self.max_rows, longest, sampled, proposer.needs.taps if proposer else ())
+        budget: MemoryBudget = GPU.load("measure_budget")(self.model, self.kernels.ops, block_size, self.dtype, size)
+        return budget
 
     def warm_up(self, tick: Callable[[int, int], None] | None = None) -> None:
         """On a GPU: compile and capture before the first request what later ones need. `tick`: (done, of how many)."""

@@ -15,7 +15,7 @@ from skipstone.errors import ConfigError, RequestError
 from skipstone.kernels.dispatch import free_memory_bytes
 from skipstone.models.base import ModelConfig
 
-DEFAULT_SHARE = 0.25  # of the free memory for the caches, when nothing else is asked
+DEFAULT_SHARE = 0.25  # of the free memory for the caches, when nothing else is asked: other programs run here too
 GPU_SHARE = 0.9  # of what is free on a GPU, which serves nothing else
 # No more full-length sequences than this when nothing else is asked; on a GPU than run at once, if that is more.
 DEFAULT_SEQUENCES = 16
@@ -67,17 +67,12 @@ def check_fits(plan: CachePlan, config: EngineConfig, device: torch.device) -> N
         raise ConfigError(f"{name}={asked} makes caches of {wanted:,} bytes, but {free:,} bytes are free; lower it")
 
 
-class Room(NamedTuple):
+class MemoryBudget(NamedTuple):
     """Memory that caches may take when nothing else is asked."""
 
     free: int
     share: float
     step_bytes: int = 0  # what the largest step needs besides
-
-    @staticmethod
-    def on_cpu() -> Room:
-        """A modest share, as other programs run here too."""
-        return Room(free_memory_bytes(), DEFAULT_SHARE)
 
     @property
     def size(self) -> int:
@@ -91,11 +86,11 @@ def plan_caches(
     specs: list[CacheSpec],
     dtype: torch.dtype,
     draft_unit: int = 1,
-    room: Room | None = None,
+    budget: MemoryBudget | None = None,
 ) -> CachePlan:
     """Resolve block size, number of blocks and longest sequence. Raises ConfigError when they cannot agree.
 
-    Blocks serve target and draft layers, so they hold whole sparse blocks of both. `room`: on a GPU, what a dry run
+    Blocks serve target and draft layers, so they hold whole sparse blocks of both. `budget`: on a GPU, what a dry run
     of the largest step left.
     """
     block_size = choose_block_size(config, model, draft_unit)
@@ -111,11 +106,11 @@ def plan_caches(
     elif config.cache_memory_gb:
         blocks, reason = int(config.cache_memory_gb * 2**30 / (per_token * block_size)), "cache_memory_gb"
     else:
-        sequences = max(DEFAULT_SEQUENCES, config.max_num_seqs) if room else DEFAULT_SEQUENCES
-        room = room or Room.on_cpu()
-        fitting = room.size // (per_token * block_size)
+        sequences = max(DEFAULT_SEQUENCES, config.max_num_seqs) if budget else DEFAULT_SEQUENCES
+        budget = budget or MemoryBudget(free_memory_bytes(), DEFAULT_SHARE)
+        fitting = budget.size // (per_token * block_size)
         blocks = min(fitting, sequences * per_sequence)
-        reason = f"{sequences} full sequences" if blocks < fitting else f"{room.share:.0%} of free memory"
+        reason = f"{sequences} full sequences" if blocks < fitting else f"{budget.share:.0%} of free memory"
     if blocks < per_sequence:
         if config.max_model_len and blocks:
             raise ConfigError(

@@ -1,4 +1,7 @@
-"""How each proposer that has weights is built: MTP modules, EAGLE-3 and DFlash heads, independent draft models."""
+"""Which proposers a model's files allow, and how each that has weights is built.
+
+These are MTP modules, EAGLE-3 and DFlash heads, independent draft models.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from skipstone.errors import CheckpointError, ConfigError
-from skipstone.models.base import CausalLM, DraftHead
+from skipstone.models.base import CausalLM
 from skipstone.models.dflash import Dflash, read_dflash
 from skipstone.models.eagle3 import Eagle3, read_eagle3
 from skipstone.models.loader import Model, ModelInfo, Place, load, read_json, read_model_info
-from skipstone.models.locate import head_folder
+from skipstone.models.locate import head_folder, heads_beside
+from skipstone.models.mtp import MtpHead, count_modules
 from skipstone.models.stored import StoredWeights, match_weights, open_weights
-from skipstone.registry import DRAFT_HEADS, PROPOSERS
-from skipstone.runtime.available import count_mtp_modules
+from skipstone.registry import PROPOSERS
 from skipstone.spec.dflash import DflashProposer
 from skipstone.spec.draft_model import DraftModelProposer
 from skipstone.spec.hidden_state import HiddenStateProposer
@@ -27,8 +31,42 @@ from skipstone.spec.several_modules import SeveralModulesProposer
 from skipstone.spec_config import SpecConfig
 
 
+class Candidate(msgspec.Struct, frozen=True):
+    """One proposer, and whether a model has what it needs; `spec` names it, without a number of drafts."""
+
+    method: str
+    spec: str
+    works: bool
+    reason: str
+
+
+def candidates(info: ModelInfo) -> list[Candidate]:
+    """Every proposer in the registry, in its order, and whether this model has what it needs."""
+    beside, found = heads_beside(info.folder), []
+    for method, row in PROPOSERS.items():
+        spec, works, reason = method, True, "needs no weights"
+        if method == "mtp":
+            modules = count_mtp_modules(info, info.weights)
+            works, reason = modules > 0, f"the files hold {modules} MTP module{'' if modules == 1 else 's'}"
+        elif method in beside:
+            reason = f"in {beside[method]}"
+        elif row.heads:
+            spec, works = f"{method}:FOLDER", False
+            reason = f"no folder {info.folder.name}-{method} beside the model; name one as {spec}"
+        found.append(Candidate(method, spec, works, reason))
+    return found
+
+
+def count_mtp_modules(info: ModelInfo, weights: StoredWeights | None) -> int:
+    """MTP modules that the model's files hold."""
+    layout = info.model_class.mtp
+    if layout is None or weights is None:
+        return int(info.config.declared_mtp_modules) if layout else 0
+    return count_modules(layout, weights.tensors, info.config.num_layers)
+
+
 @dataclass(frozen=True)
-class Surroundings:
+class BuildContext:
     """What a proposer is built from; `place` None: without memory, to see whether its files fit."""
 
     info: ModelInfo
@@ -52,10 +90,10 @@ class Surroundings:
         return model
 
 
-def make_mtp(spec: SpecConfig, around: Surroundings) -> Proposer:
+def make_mtp(spec: SpecConfig, context: BuildContext) -> Proposer:
     """The MTP modules that stand in the model's own files."""
-    info, weights = around.info, around.info.weights
-    if info.architecture not in DRAFT_HEADS.entries:
+    info, weights = context.info, context.info.weights
+    if info.model_class.mtp is None:
         others = ", ".join(method for method in PROPOSERS if method != "mtp")
         raise ConfigError(f"spec=mtp: {info.architecture} has no MTP modules; use one of {others}")
     found = count_mtp_modules(info, weights)
@@ -64,41 +102,40 @@ def make_mtp(spec: SpecConfig, around: Surroundings) -> Proposer:
             f"spec=mtp: config.json of {info.folder.name} declares {info.config.declared_mtp_modules} MTP modules, but "
             "the files hold no MTP tensors; use another proposer or spec=off"
         )
-    make = DRAFT_HEADS.load(info.architecture)
     names = weights.tensors if weights else ()
-    head: DraftHead = around.load(lambda: make(around.target, found, around.dtype, False, names), weights)
+    head = context.load(lambda: MtpHead(context.target, found, context.dtype, False, names), weights)
     return (HiddenStateProposer if found == 1 else SeveralModulesProposer)("mtp", head)
 
 
-def make_eagle3(spec: SpecConfig, around: Surroundings) -> Proposer:
+def make_eagle3(spec: SpecConfig, context: BuildContext) -> Proposer:
     """An EAGLE-3 head, in the hub's layout or that of the speculators library."""
-    folder, raw, where = _open_head(spec, around.info)
-    config, weights = read_eagle3(raw, around.info.config, where), open_weights(folder, raw)
-    given = (around.target, weights.tensors, around.dtype, around.max_position)
+    folder, raw, where = _open_head(spec, context.info)
+    config, weights = read_eagle3(raw, context.info.config, where), open_weights(folder, raw)
+    given = (context.target, weights.tensors, context.dtype, context.max_position)
     with _naming(folder):
-        proposer = HiddenStateProposer("eagle3", around.load(lambda: Eagle3(config, *given), weights))
+        proposer = HiddenStateProposer("eagle3", context.load(lambda: Eagle3(config, *given), weights))
     proposer.needs = proposer.needs._replace(default_k=_declared_k(raw, where))
     return proposer
 
 
-def make_dflash(spec: SpecConfig, around: Surroundings) -> Proposer:
+def make_dflash(spec: SpecConfig, context: BuildContext) -> Proposer:
     """A DFlash head."""
-    folder, raw, where = _open_head(spec, around.info)
-    config, given = read_dflash(raw, around.info.config, where), (around.target, around.dtype, around.max_position)
+    folder, raw, where = _open_head(spec, context.info)
+    config, given = read_dflash(raw, context.info.config, where), (context.target, context.dtype, context.max_position)
     with _naming(folder):
-        return DflashProposer(around.load(lambda: Dflash(config, *given), open_weights(folder, raw)))
+        return DflashProposer(context.load(lambda: Dflash(config, *given), open_weights(folder, raw)))
 
 
-def make_draft(spec: SpecConfig, around: Surroundings) -> Proposer:
+def make_draft(spec: SpecConfig, context: BuildContext) -> Proposer:
     """Any language model of the registry that has the target's vocabulary."""
-    folder = head_folder("draft", spec.folder, around.info.folder)
+    folder = head_folder("draft", spec.folder, context.info.folder)
     try:
         info = read_model_info(folder)
     except CheckpointError as error:
         raise CheckpointError(f"spec=draft: {error}") from None
-    _compare_vocabularies(info, around.info)
-    longest = min(info.config.max_position_embeddings, around.max_position)
-    model = around.load(lambda: info.model_class(info.config, around.dtype, False, longest), info.weights)
+    _compare_vocabularies(info, context.info)
+    longest = min(info.config.max_position_embeddings, context.max_position)
+    model = context.load(lambda: info.model_class(info.config, context.dtype, False, longest), info.weights)
     return DraftModelProposer(model, longest)
 
 

@@ -9,9 +9,8 @@ from skipstone.config import EngineConfig, read_spec
 from skipstone.errors import ConfigError, UnsupportedError
 from skipstone.models.loader import ModelInfo
 from skipstone.registry import PROPOSERS
-from skipstone.runtime.available import count_mtp_modules
 from skipstone.runtime.k_table import KTable, asked_spec
-from skipstone.runtime.proposers import Surroundings
+from skipstone.runtime.proposers import BuildContext, count_mtp_modules
 from skipstone.spec.draft_sampler import DraftSampling
 from skipstone.spec.proposer import Proposer
 from skipstone.spec.verify import Verifier
@@ -52,7 +51,7 @@ class Speculation(NamedTuple):
         return self.verifier.rates is not None
 
 
-def make_speculation(config: EngineConfig, around: Surroundings) -> Speculation:
+def make_speculation(config: EngineConfig, context: BuildContext) -> Speculation:
     """Build the proposer that `config.spec` names.
 
     Raises ConfigError, CheckpointError, or UnsupportedError naming both features that cannot work together.
@@ -63,7 +62,7 @@ def make_speculation(config: EngineConfig, around: Surroundings) -> Speculation:
     rates = given and [rate / before if before else 0.0 for rate, before in zip(given, [1.0, *given], strict=False)]
     method, reason = spec.method, "as asked"
     if method == "auto":
-        method, reason = _choose(around.info)
+        method, reason = _choose(context.info)
     verification: Any = spec.verification or config.verification or "exact"
     asked: Any = spec.draft_sampling or config.draft_sampling
     needs_laws = verification != "exact" and rates is None
@@ -83,7 +82,7 @@ def make_speculation(config: EngineConfig, around: Surroundings) -> Speculation:
         idle = "".join(f"; {name}={value} has no effect" for name, value in options.items() if value)
         why = (reason if method == "off" else "k = 0") + idle
         return Speculation(None, 0, why, "coupled", Verifier())
-    proposer: Proposer = PROPOSERS[method].load()(spec, around)
+    proposer: Proposer = PROPOSERS[method].load()(spec, context)
     most = proposer.needs.max_k
     usual = proposer.needs.default_k or PROPOSERS[method].default_k
     k = spec.k or min(usual, most or usual)
@@ -91,7 +90,7 @@ def make_speculation(config: EngineConfig, around: Surroundings) -> Speculation:
         raise ConfigError(f"spec={config.spec!r}: k={k} is more than {method} can draft at once; at most {most}")
     # Under the other rules the text depends on the drafts, and would on times. On a GPU it has not been measured.
     adapts = read_spec(config).method == "auto" and verification == "exact"
-    adapts = adapts and around.target.embed.device.type == "cpu"
+    adapts = adapts and context.target.embed.device.type == "cpu"
     reason = f"by {config.k_table}" if table else reason
     return Speculation(proposer, k, reason, sampling, verifier, table, adapts)
 

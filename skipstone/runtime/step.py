@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from skipstone.attention.backend import AttentionGroups
+from skipstone.attention.backend import AttentionGroups, Kept
 from skipstone.core.batch import PAD, Batch, SamplingRows, make_spans
 from skipstone.core.sampling_rows import Features, RowFeatures
 from skipstone.core.sequence_table import START, SequenceTable, SlotRows, table_columns
 from skipstone.kernels.ops import Ops
 from skipstone.kernels.reference.decode import Accepted
-from skipstone.models.base import CausalLM, HiddenStates, Kept
+from skipstone.models.base import CausalLM, HiddenStates
 from skipstone.runtime.layout import Layout
 from skipstone.spec.draft_sampler import DraftMasks, DraftSampler, DraftSampling
 from skipstone.spec.proposer import DraftStep, Proposer
@@ -85,10 +85,10 @@ class Step:
         batch = rows.batch(blocks, make_spans(layout.counts, rows.seen, blocks), layout.end)
         kept = None
         if layout.kept is not None:
-            spans = make_spans(layout.kept.counts, rows.seen[layout.kept.rows], blocks[layout.kept.items])
-            part = batch.take(layout.kept.rows, layout.kept.items, spans)
-            kept = Kept(layout.kept.rows, self.groups.plan(part))
-        hidden = self.model(batch, self.groups.plan(batch), self.taps, kept)
+            chosen, items, counts = layout.kept
+            spans = make_spans(counts, rows.seen[chosen], blocks[items])
+            kept = Kept(chosen, batch.take(chosen, items, spans))
+        hidden = self.model(batch, self.groups.plan(batch, kept), self.taps)
         final = hidden.final if layout.logit_rows is None else hidden.final[layout.logit_rows]
         return Forward(layout, at, batch, end, hidden, self.model.compact_logits(final))
 

@@ -66,8 +66,8 @@ class HiddenStateProposer(CachedProposer):
     def propose(self, step: DraftStep) -> Tensor | None:
         """First pass over the target's rows, then one row per request and draft."""
         batch = self.followed(step, 1)
-        kept = step.last_rows_of(batch, self.groups)
-        states = self.head(self.head.first_hidden(step.hidden), batch, self.groups.plan(batch), kept=kept)
+        kept = step.last_rows_of(batch)
+        states = self.head(self.head.first_hidden(step.hidden), batch, self.groups.plan(batch, kept))
         if not step.k:
             return None
         current = states[step.last_rows] if kept is None else states

@@ -12,12 +12,12 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from skipstone.attention.backend import AttentionGroups, SparseSettings
+from skipstone.attention.backend import AttentionGroups, Kept, SparseSettings
 from skipstone.core.batch import PAD, Batch, Span
 from skipstone.core.kv_cache import CacheMemory, CacheSpec, KVCache
 from skipstone.core.sequence_table import SequenceTable, SlotRows, table_columns
 from skipstone.kernels.ops import Ops
-from skipstone.models.base import HiddenStates, Kept
+from skipstone.models.base import HiddenStates
 from skipstone.spec.draft_sampler import DraftSampler
 
 
@@ -115,7 +115,7 @@ class DraftStep:
         span = Span(slice(0, count), slice(0, count * n), n, seen, table)
         return rows.batch(table, [span], self.max_seq_len)
 
-    def last_rows_of(self, batch: Batch, groups: AttentionGroups) -> Kept | None:
+    def last_rows_of(self, batch: Batch) -> Kept | None:
         """The rows that predict the newest tokens, where the batch of all rows has others; one row if nobody drafts."""
         rows, count = self.last_rows, len(self.last_rows)
         if count == len(batch.input_ids):
@@ -127,7 +127,7 @@ class DraftStep:
             rows = items = torch.zeros(1, dtype=torch.int64, device=rows.device)
             seen, count = torch.full_like(rows, PAD), 1
         span = Span(slice(0, count), slice(0, count), 1, seen[:, None], batch.block_table[items])
-        return Kept(rows, groups.plan(batch.take(rows, items, [span])))
+        return Kept(rows, batch.take(rows, items, [span]))
 
     def sample(self, logits: Tensor, depth: int) -> Tensor:
         """Draft `depth`, from 0, of every request: [D] int64, of logits [D, V]."""

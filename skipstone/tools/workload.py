@@ -20,7 +20,7 @@ from skipstone.errors import ConfigError, RequestError
 from skipstone.llm import LLM
 from skipstone.models.loader import ModelInfo
 from skipstone.outputs import RequestOutput
-from skipstone.runtime.available import candidates
+from skipstone.runtime.proposers import candidates
 
 Job = tuple[Prompt, SamplingParams]
 FEW = 5  # tokens from which an estimate is made

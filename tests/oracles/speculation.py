@@ -164,9 +164,10 @@ def watch(llm: LLM) -> DraftCount:
     for part in groups:
         plan = part.plan
 
-        def checked(batch: Batch, plan: Callable = plan) -> Any:
-            check_batch(batch, vocab)
-            return plan(batch)
+        def checked(batch: Batch, kept: Any = None, plan: Callable = plan) -> Any:
+            for one in (batch, kept.batch) if kept else (batch,):
+                check_batch(one, vocab)
+            return plan(batch, kept)
 
         part.plan = checked
     drafts, propose = DraftCount(), getattr(runner.proposer, "propose", None)

@@ -19,9 +19,9 @@ from skipstone.kernels.dispatch import choose_device, choose_dtype, free_memory_
 from skipstone.llm import GenerationConfig
 from skipstone.models.base import CausalLM, DraftHead
 from skipstone.models.loader import ModelInfo, memory_refusal, mtp_bytes, read_model_info, weight_bytes, with_index_keys
+from skipstone.models.mtp import MtpHead
 from skipstone.models.stored import Match, StoredTensor, StoredWeights, match_weights, open_weights
-from skipstone.registry import DRAFT_HEADS
-from skipstone.runtime.available import Candidate, candidates, count_mtp_modules
+from skipstone.runtime.proposers import Candidate, candidates, count_mtp_modules
 from skipstone.text.tokenizer import BUILT_IN, Tokenizer
 from skipstone.tools.inspect.headers import read_header
 from skipstone.tools.inspect.heads import check_candidate
@@ -130,7 +130,7 @@ def examine(folder: Path, dtype: str, index_keys: str = "model", device: str = "
     with torch.device("meta"):
         model: CausalLM = info.model_class(info.config, run_dtype, True, 1)
         if present:
-            mtp = DRAFT_HEADS.load(info.architecture)(model, present, run_dtype, False, stored.tensors)
+            mtp = MtpHead(model, present, run_dtype, False, stored.tensors)
     absent = f"config.json declares {declared} MTP modules, the files hold {present}"
     match = match_weights(model, stored)
     matches = [match] if mtp is None else [match, match_weights(mtp, stored)]

@@ -15,8 +15,7 @@ from skipstone.models.loader import ModelInfo, read_model_info
 from skipstone.models.locate import heads_beside
 from skipstone.models.stored import Match, open_weights
 from skipstone.registry import PROPOSERS
-from skipstone.runtime.available import Candidate
-from skipstone.runtime.proposers import Surroundings
+from skipstone.runtime.proposers import BuildContext, Candidate
 from skipstone.spec_config import SpecConfig, needs_folder
 
 
@@ -55,7 +54,7 @@ def check_folder(method: str, folder: Path, info: ModelInfo, model: CausalLM) ->
     """What a user should know of a head or draft model; `model` is the target without memory. Raises as loading it."""
     longest = info.config.max_position_embeddings
     spec = SpecConfig(method=method, folder=str(folder))
-    needs = PROPOSERS[method].load()(spec, Surroundings(info, model, longest, None)).needs
+    needs = PROPOSERS[method].load()(spec, BuildContext(info, model, longest, None)).needs
     drafts = [f"at most {needs.max_k} drafts"] if needs.max_k else []
     return "; ".join([part for part in (needs.describe(longest), *drafts) if part])
 
