@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from datetime import datetime
 from functools import cache, cached_property
 from importlib.resources import files
@@ -107,16 +107,13 @@ class Tokenizer:
 
     def split_at_special_tokens(self, text: str) -> tuple[list[str], frozenset[str]]:
         """The characters of a text, but each special token named in it as one; and which were named."""
-        if not self.special_tokens:
-            return list(text), frozenset()
         parts = self._special_pattern.split(text)
         symbols = [symbol for i, part in enumerate(parts) for symbol in ([part] if i % 2 else part)]
         return symbols, frozenset(parts[1::2])
 
     @cached_property
     def _special_pattern(self) -> re.Pattern[str]:
-        names = sorted(self.special_tokens, key=len, reverse=True)
-        return re.compile(f"({'|'.join(map(re.escape, names))})")
+        return special_pattern(self.special_tokens)
 
     def encode_chat(
         self,
@@ -316,6 +313,11 @@ class Tokenizer:
                 f"{self.folder} has no chat template; add chat_template.jinja to the folder, or send a plain prompt"
             )
         return source
+
+
+def special_pattern(names: Iterable[str]) -> re.Pattern[str]:
+    """Finds any of these names, the longest first, as its only group; nothing where there are none."""
+    return re.compile(f"({'|'.join(map(re.escape, sorted(names, key=len, reverse=True))) or '(?!)'})")
 
 
 def _load_tokenizer(path: Path) -> tokenizers.Tokenizer:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+from skipstone.text.tokenizer import special_pattern
 from skipstone.text.tool_readers import DSML, MINIMAX, Schemas
 from skipstone.text.tool_schemas import Schema, bare, choices, kinds, variants
 
@@ -21,9 +22,8 @@ class GrammarText:
     """Rules under names. `special`: ids of the tokens that are no text, by what they are called."""
 
     def __init__(self, special: Mapping[str, int]) -> None:
-        names = sorted(special, key=len, reverse=True)
         self._special = special
-        self._pattern = re.compile("|".join(map(re.escape, names))) if names else None
+        self._pattern = special_pattern(special)
         self._rules: list[str] = []
 
     def add(self, content: str, attributes: str = "") -> str:
@@ -38,17 +38,16 @@ class GrammarText:
 
     def literal(self, text: str) -> str:
         """Exactly this, special tokens as such."""
-        parts, at = [], 0
-        for found in self._pattern.finditer(text) if self._pattern else ():
-            parts += [json.dumps(text[at : found.start()], ensure_ascii=False)] if at < found.start() else []
-            parts.append(f"<[{self._special[found[0]]}]>")
-            at = found.end()
-        parts += [json.dumps(text[at:], ensure_ascii=False)] if at < len(text) else []
-        return " ".join(parts)
+        parts = self._pattern.split(text)  # every second one is a special token
+        return " ".join(
+            f"<[{self._special[part]}]>" if i % 2 else json.dumps(part, ensure_ascii=False)
+            for i, part in enumerate(parts)
+            if part
+        )
 
     def until(self, end: str) -> str:
         """Any text, and this at its end, which the text does not contain."""
-        found = self._pattern.search(end) if self._pattern else None
+        found = self._pattern.search(end)
         if found is None:
             return self.add(f"/{ANY_TEXT}/", f"[suffix={json.dumps(end, ensure_ascii=False)}]")
         # A special token ends whatever text stands before it.
@@ -56,7 +55,7 @@ class GrammarText:
 
     def without(self, part: str) -> str:
         """Any text that does not contain this."""
-        if self._pattern and self._pattern.search(part):
+        if self._pattern.search(part):
             return self.add(f"/{ANY_TEXT}/")
         name = f"TEXT_{len(self._rules)}"
         self._rules.append(f"{name}: /{ANY_TEXT}/ & ~/{ANY_TEXT}{_escaped(part)}{ANY_TEXT}/")
