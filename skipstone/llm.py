@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -107,8 +107,8 @@ class LLM:
     @property
     def card(self) -> list[tuple[str, str]]:
         """What was chosen at start-up and why, a row each."""
-        caches, config = self.engine.caches, self.config
-        layers = ", ".join(f"{count} {group}" for group, count in self._layer_kinds().items())
+        caches, config, specs = self.engine.caches, self.config, self.engine.model.cache_specs()
+        layers = ", ".join(f"{count} {group}" for group, count in Counter(spec.group for spec in specs).items())
         tokens = self.engine.pool.num_ownable * caches.block_size
         dtype = str(self.engine.dtype).removeprefix("torch.")
         keys = "; index keys in FP8 with a float32 scale each" if config.index_keys == "fp8" else ""
@@ -118,7 +118,7 @@ class LLM:
         exact = "exact: a row's bits do not depend on the batch"
         proposer = self.engine.speculation.proposer
         drafting = proposer.needs.describe(caches.max_model_len) if proposer else ""
-        sparse = any(spec.backend != "dense" for spec in self.engine.model.cache_specs())
+        sparse = any(spec.backend != "dense" for spec in specs)
         return [
             ("model", f"{self.info.architecture} from {self.folder.name}"),
             ("layers", layers),
@@ -143,12 +143,6 @@ class LLM:
         """What drafts; None without speculation."""
         proposer = self.engine.speculation.proposer
         return proposer.needs.name if proposer else None
-
-    def _layer_kinds(self) -> dict[str, int]:
-        kinds: dict[str, int] = {}
-        for spec in self.engine.model.cache_specs():
-            kinds[spec.group] = kinds.get(spec.group, 0) + 1
-        return kinds
 
     def generate(
         self,

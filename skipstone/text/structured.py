@@ -231,7 +231,10 @@ class GrammarCompiler:
                 f"{name}={value!r:.80} cannot be used: it has {size} bytes, and {LONGEST_TEXT} are the most; "
                 "make it smaller"
             )
-        file = self._tokenizer_file(name)
+        file = self.folder / "tokenizer.json"
+        if not file.exists() or not self.eos_token_ids:
+            missing = "tokenizer.json" if not file.exists() else "eos_token_id"
+            raise RequestError(f"{name} needs the model's {missing}, which {self.folder.name} lacks")
         trial = _trial(file, self.vocab_size, self.eos_token_ids)
         trial.start()  # reads the vocabulary at the same time
         if self._tokenizer is None:
@@ -246,13 +249,6 @@ class GrammarCompiler:
         matcher = on_stack(STACK, partial(llguidance.LLMatcher, log_level=0), self._tokenizer, found["source"])
         _mask(matcher)  # what the first mask costs, copies need not pay again
         return matcher
-
-    def _tokenizer_file(self, name: str) -> Path:
-        file = self.folder / "tokenizer.json"
-        if not file.exists() or not self.eos_token_ids:
-            missing = "tokenizer.json" if not file.exists() else "eos_token_id"
-            raise RequestError(f"{name} needs the model's {missing}, which {self.folder.name} lacks")
-        return file
 
 
 def _mask(matcher: Any) -> np.ndarray:

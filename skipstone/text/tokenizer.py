@@ -297,22 +297,36 @@ class Tokenizer:
                 f"the chat template of {self.folder} has an error in line {error.lineno}: {error.message}"
             ) from error
 
-    @property
+    @cached_property
     def template_source(self) -> str:
         """The chat template's text, ours for models that come without. Raises RequestError when there is none."""
-        path = self.folder / "chat_template.jinja"
-        if path.is_file():
-            return path.read_text(encoding="utf-8")
-        source = self._config.get("chat_template")
-        if isinstance(source, list):  # several named templates
-            source = {entry.get("name"): entry.get("template") for entry in source}.get("default")
-        if not isinstance(source, str):
-            source = _built_in_template(self.folder)
-        if source is None:
+        found = find_template(self.folder)
+        if found is None:
             raise RequestError(
                 f"{self.folder} has no chat template; add chat_template.jinja to the folder, or send a plain prompt"
             )
-        return source
+        return found[1]
+
+
+def find_template(folder: Path) -> tuple[str, str] | None:
+    """Where the chat template of a model comes from, and its text; ours for some models that come without.
+
+    Raises CheckpointError for files that are malformed.
+    """
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.name, path.read_text(encoding="utf-8")
+    path = folder / "tokenizer_config.json"
+    source = _load_config(path).get("chat_template")
+    if isinstance(source, list):  # several named templates
+        source = {entry.get("name"): entry.get("template") for entry in source}.get("default")
+    if isinstance(source, str):
+        return path.name, source
+    kind = _load_config(folder / "config.json").get("model_type")
+    if kind not in BUILT_IN:
+        return None
+    built_in = files("skipstone.text").joinpath("templates", BUILT_IN[kind])
+    return f"built in for {kind}", built_in.read_text(encoding="utf-8")
 
 
 def special_pattern(names: Iterable[str]) -> re.Pattern[str]:
@@ -338,14 +352,6 @@ def _load_tokenizer(path: Path) -> tokenizers.Tokenizer:
     tokenizer.no_truncation()  # left in the file by training; a prompt must never be cut or filled up silently
     tokenizer.no_padding()
     return tokenizer
-
-
-def _built_in_template(folder: Path) -> str | None:
-    """The template for models of this kind, if we have one."""
-    model_type = _load_config(folder / "config.json").get("model_type")
-    if model_type not in BUILT_IN:
-        return None
-    return files("skipstone.text").joinpath("templates", BUILT_IN[model_type]).read_text(encoding="utf-8")
 
 
 def _load_config(path: Path) -> dict[str, Any]:

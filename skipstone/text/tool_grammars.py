@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from skipstone.text.tokenizer import special_pattern
-from skipstone.text.tool_readers import DSML, MINIMAX, Schemas
+from skipstone.text.tool_readers import DSML, MINIMAX, DsmlReader, MinimaxReader, Schemas, Tags
 from skipstone.text.tool_schemas import Schema, bare, choices, kinds, variants
 
 ANY_TEXT = "(?s:.*)"
@@ -97,12 +97,12 @@ def dsml_calls(grammar: GrammarText, schemas: Schemas, several: bool) -> str:
         head = grammar.literal(f'<{DSML}parameter name="{name}" string="{"true" if text else "false"}">')
         return f'{head} {_value(grammar, schema, root, f"</{DSML}parameter>", text)} "\\n"'
 
-    calls = []
-    for name, schema in schemas.items():
-        head, end = grammar.literal(f'<{DSML}invoke name="{name}">\n'), grammar.literal(f"</{DSML}invoke>\n")
-        blank = "" if schema.get("required") else '"\\n"?'  # stands where there are no parameters
-        calls.append(f"{head} {_sequence(schema, partial(parameter, schema))} {blank} {end}")
-    return _closed(grammar, calls, several, f"</{DSML}function_calls>")
+    # An empty line stands where there are no parameters.
+    bodies = {
+        name: _sequence(schema, partial(parameter, schema)) + ("" if schema.get("required") else ' "\\n"?')
+        for name, schema in schemas.items()
+    }
+    return _in_tags(grammar, DsmlReader.tags, bodies, several)
 
 
 def minimax_calls(grammar: GrammarText, schemas: Schemas, several: bool) -> str:
@@ -123,15 +123,16 @@ def minimax_calls(grammar: GrammarText, schemas: Schemas, several: bool) -> str:
     def line(root: Schema, name: str, schema: Schema) -> str:
         return element(root, name, schema) + ' "\\n"'
 
-    calls = []
-    for name, schema in schemas.items():
-        head, end = grammar.literal(f'{MINIMAX}<invoke name="{name}">\n'), grammar.literal(f"{MINIMAX}</invoke>\n")
-        calls.append(f"{head} {_sequence(schema, partial(line, schema))} {end}")
-    return _closed(grammar, calls, several, f"{MINIMAX}</tool_call>")
+    bodies = {name: _sequence(schema, partial(line, schema)) for name, schema in schemas.items()}
+    return _in_tags(grammar, MinimaxReader.tags, bodies, several)
 
 
-def _closed(grammar: GrammarText, calls: Sequence[str], several: bool, end: str) -> str:
-    return grammar.add(f'"\\n" ({_either(calls)}){"+" if several else ""} {grammar.literal(end)}')
+def _in_tags(grammar: GrammarText, tags: Tags, bodies: Mapping[str, str], several: bool) -> str:
+    """A rule for calls with these arguments, by the name of the function, and the tag that closes them all."""
+    opening, closing, block = tags
+    end = grammar.literal(f"{closing}invoke>\n")
+    calls = [grammar.literal(f'{opening}invoke name="{name}">\n') + f" {body} {end}" for name, body in bodies.items()]
+    return grammar.add(f'"\\n" ({_either(calls)}){"+" if several else ""} {grammar.literal(f"{closing}{block}>")}')
 
 
 def _either(options: Sequence[str]) -> str:
