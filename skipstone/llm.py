@@ -205,8 +205,7 @@ class LLM:
     def close(self) -> None:
         """End whatever still runs, as `abort` does."""
         with self._turn():
-            for session, _ in list(self._sessions.values()):
-                self._abort(session.session_id)
+            self._abort(None)
 
     def __enter__(self) -> LLM:
         return self
@@ -290,9 +289,10 @@ class LLM:
                 del self._sessions[request.request_id]
         return events
 
-    def _abort(self, session_id: str) -> None:
+    def _abort(self, session_id: str | None) -> None:
+        """End a session; without an id, all of them."""
         for session, choice in list(self._sessions.values()):
-            if session.session_id == session_id:
+            if session_id in (None, session.session_id):
                 self.engine.abort(choice.request)
                 del self._sessions[choice.request.request_id]
                 if session.inbox is not None:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from skipstone.core.request import SamplingParams
-from skipstone.errors import RequestError, UnsupportedError, install_hint
+from skipstone.errors import RequestError, UnsupportedError, needing
 from skipstone.text import grammar_trial
 from skipstone.text.grammar_trial import LONGEST_S, STACK, on_stack, reason
 
@@ -224,7 +224,8 @@ class GrammarCompiler:
         return made
 
     def _make(self, name: str, value: str | list[str]) -> Any:
-        llguidance = _library(name)
+        with needing("structured", name, UnsupportedError):
+            import llguidance
         size = sum(len(text.encode(errors="replace")) for text in ([value] if isinstance(value, str) else value))
         if size > LONGEST_TEXT:
             raise RequestError(
@@ -254,12 +255,3 @@ class GrammarCompiler:
 def _mask(matcher: Any) -> np.ndarray:
     """One byte for each id, 1 where it may follow."""
     return np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
-
-
-def _library(name: str) -> Any:
-    try:
-        import llguidance
-    except ImportError as error:
-        hint = install_hint("structured")
-        raise UnsupportedError(f"{name} needs the package llguidance ({error}); run {hint}") from None
-    return llguidance

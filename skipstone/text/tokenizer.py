@@ -82,11 +82,8 @@ class Tokenizer:
         that the text does not contain (false); without the key the tokenizer's own post-processor decides. Raises
         RequestError for text that is not valid Unicode, or longer than any that `context` tokens can hold.
         """
-        token_ids = self._encode(text, add_special_tokens)
-        if not add_special_tokens:
-            return token_ids
-        add_bos = self._config.get("add_bos_token")
-        if add_bos is None or self.bos_token_id is None:
+        token_ids, add_bos = self._encode(text, add_special_tokens), self._config.get("add_bos_token")
+        if not add_special_tokens or add_bos is None or self.bos_token_id is None:
             return token_ids
         if add_bos:
             return token_ids if token_ids[:1] == [self.bos_token_id] else [self.bos_token_id, *token_ids]
@@ -289,7 +286,7 @@ class Tokenizer:
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_template_error
-        environment.globals["strftime_now"] = _format_now
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         try:
             return environment.from_string(self.template_source)
         except jinja2.TemplateSyntaxError as error:
@@ -379,7 +376,3 @@ def _raise_template_error(message: str) -> NoReturn:
 def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
     """JSON as prompts contain it: jinja's own filter would escape <, > and & for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-
-def _format_now(format_string: str) -> str:
-    return datetime.now().strftime(format_string)
