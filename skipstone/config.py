@@ -11,12 +11,11 @@ import difflib
 import functools
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any, Literal, get_type_hints
 
 import msgspec
-import msgspec.inspect
-from msgspec import Meta
+from msgspec import Meta, inspect
 
 from skipstone.errors import ConfigError
 from skipstone.spec_config import SpecConfig, forms, parse_spec, read_rates
@@ -70,7 +69,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         DraftSampling | None, Meta(description="noise of drafts; none: coupled where verification is exact")
     ] = None
     verification: Annotated[
-        Rule | None, Meta(description="acceptance; all but exact change the text, not its law; none: exact")
+        Rule | None, Meta(description="acceptance; all but exact change the text, not its distribution; none: exact")
     ] = None
     simulate_acceptance: Annotated[
         str | None, Meta(description="for benchmarks: accept by these rates per position, as in 0.8,0.6; text is void")
@@ -89,6 +88,7 @@ class Option(msgspec.Struct, frozen=True):
     allowed: str
     help: str
     type: Any
+    reader: Callable[[str], Any]
 
     @property
     def flag(self) -> str:
@@ -122,31 +122,8 @@ class Option(msgspec.Struct, frozen=True):
         return checked
 
     def read(self, text: str) -> Any:
-        """Turn the text of a flag or variable into a value, without checking its range.
-
-        Raises ValueError for text that is not of the option's kind.
-        """
-        if self.nullable and text.lower() in ("none", "auto"):
-            return None
-        match self.kind:
-            case "flag":
-                return _BOOLEANS.get(text.lower(), text)
-            case "integer":
-                return read_integer(text)
-            case "number":
-                return float(text)
-            case "texts":
-                return [text]
-            case "integers":
-                return [read_integer(part) for part in text.split(",")]
-            case "biases":
-                pairs = [part.split("=") for part in text.split(",")]
-                biases = {int(token): float(bias) for token, bias in pairs}
-                if len(biases) < len(pairs):
-                    raise ValueError(text)
-                return biases
-            case _:
-                return text
+        """Turn text into a value, without checking its range. Raises ValueError for text of another kind."""
+        return None if self.nullable and text.lower() in ("none", "auto") else self.reader(text)
 
 
 def read_integer(text: str) -> int:
@@ -161,52 +138,59 @@ def read_integer(text: str) -> int:
     return int(value)
 
 
+def _read_biases(text: str) -> dict[int, float]:
+    pairs = [part.split("=") for part in text.split(",")]
+    biases = {int(token): float(bias) for token, bias in pairs}
+    if len(biases) < len(pairs):
+        raise ValueError(text)
+    return biases
+
+
+# By the types that a field takes beside None: its kind, what is allowed in words, and how text is read. Readers raise
+# ValueError, and leave ranges to be checked.
+_KINDS: dict[tuple[type[inspect.Type], ...], tuple[Kind, str, Callable[[str], Any]]] = {
+    (inspect.BoolType,): ("flag", "true or false", lambda text: _BOOLEANS.get(text.lower(), text)),
+    (inspect.IntType,): ("integer", "a whole number", read_integer),
+    (inspect.FloatType,): ("number", "a number", float),
+    (inspect.LiteralType,): ("choice", "one of ", str),
+    (inspect.StrType,): ("text", "text", str),
+    (inspect.StrType, inspect.ListType): ("texts", "text or a list of texts", lambda text: [text]),
+    (inspect.ListType,): ("integers", "a list of whole numbers", lambda text: [*map(read_integer, text.split(","))]),
+    (inspect.DictType,): (
+        *("biases", "a map from token id to number, no id twice (on the command line ID=BIAS)", _read_biases),
+    ),
+}
+
+
 @functools.cache
 def options_of(struct: type[msgspec.Struct]) -> dict[str, Option]:
     """Every field of an options struct as an Option, in the order of definition."""
-    info = msgspec.inspect.type_info(struct)
+    info = inspect.type_info(struct)
     types = get_type_hints(struct, include_extras=True)
-    assert isinstance(info, msgspec.inspect.StructType)
+    assert isinstance(info, inspect.StructType)
     return {field.name: _option(field, types[field.name]) for field in info.fields}
 
 
-def _option(field: msgspec.inspect.Field, declared: Any) -> Option:
+def _option(field: inspect.Field, declared: Any) -> Option:
     node, text = field.type, ""
-    if isinstance(node, msgspec.inspect.Metadata):
+    if isinstance(node, inspect.Metadata):
         text = (node.extra_json_schema or {}).get("description", "")
         node = node.type
-    members = list(node.types) if isinstance(node, msgspec.inspect.UnionType) else [node]
-    values = [member for member in members if not isinstance(member, msgspec.inspect.NoneType)]
+    members = list(node.types) if isinstance(node, inspect.UnionType) else [node]
+    values = [member for member in members if not isinstance(member, inspect.NoneType)]
     nullable = len(values) < len(members)
-    kind, allowed = _kind(values)
+    kind, allowed, reader = _KINDS[tuple(map(type, values))]
+    match values[0]:
+        case inspect.LiteralType(values=names):
+            allowed += ", ".join(map(str, names))
+        case inspect.IntType() | inspect.FloatType() as number:
+            allowed += _bounds(number)
+    allowed += " or none" if nullable else ""
     default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
-    return Option(field.name, kind, nullable, default, allowed + (" or none" if nullable else ""), text, declared)
+    return Option(field.name, kind, nullable, default, allowed, text, declared, reader)
 
 
-def _kind(members: list[msgspec.inspect.Type]) -> tuple[Kind, str]:
-    """How values are read, and what is allowed, in words."""
-    match members:
-        case [msgspec.inspect.BoolType()]:
-            return "flag", "true or false"
-        case [msgspec.inspect.IntType() as node]:
-            return "integer", "a whole number" + _bounds(node)
-        case [msgspec.inspect.FloatType() as node]:
-            return "number", "a number" + _bounds(node)
-        case [msgspec.inspect.LiteralType() as node]:
-            return "choice", "one of " + ", ".join(str(value) for value in node.values)
-        case [msgspec.inspect.StrType()]:
-            return "text", "text"
-        case [msgspec.inspect.StrType(), msgspec.inspect.ListType()]:
-            return "texts", "text or a list of texts"
-        case [msgspec.inspect.ListType()]:
-            return "integers", "a list of whole numbers"
-        case [msgspec.inspect.DictType()]:
-            return "biases", "a map from token id to number, no id twice (on the command line ID=BIAS)"
-        case _:
-            raise TypeError(f"no way to read {members} from a flag; extend skipstone.config._kind")
-
-
-def _bounds(node: msgspec.inspect.IntType | msgspec.inspect.FloatType) -> str:
+def _bounds(node: inspect.IntType | inspect.FloatType) -> str:
     if node.ge is not None and node.le is not None:
         return f" from {node.ge} to {node.le}"
     least = f" of at least {node.ge}" if node.ge is not None else f" above {node.gt}" if node.gt is not None else ""

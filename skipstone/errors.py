@@ -48,12 +48,12 @@ def install_hint(extra: str) -> str:
 
 
 @contextmanager
-def needing(extra: str, what: str) -> Iterator[None]:
-    """Turn a package that cannot be imported in the block into a ConfigError that names it and the extra's command."""
+def needing(extra: str, what: str, kind: type[SkipstoneError] = ConfigError) -> Iterator[None]:
+    """Turn a package that cannot be imported in the block into an error that names it and the extra's command."""
     try:
         yield
     except ImportError as error:
         package = (error.name or "skipstone").partition(".")[0]
         if package == "skipstone":
             raise
-        raise ConfigError(f"{what} needs the package {package} ({error}); run {install_hint(extra)}") from None
+        raise kind(f"{what} needs the package {package} ({error}); run {install_hint(extra)}") from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -107,8 +107,8 @@ class LLM:
     @property
     def card(self) -> list[tuple[str, str]]:
         """What was chosen at start-up and why, a row each."""
-        caches, config = self.engine.caches, self.config
-        layers = ", ".join(f"{count} {group}" for group, count in self._layer_kinds().items())
+        caches, config, specs = self.engine.caches, self.config, self.engine.model.cache_specs()
+        layers = ", ".join(f"{count} {group}" for group, count in Counter(spec.group for spec in specs).items())
         tokens = self.engine.pool.num_ownable * caches.block_size
         dtype = str(self.engine.dtype).removeprefix("torch.")
         keys = "; index keys in FP8 with a float32 scale each" if config.index_keys == "fp8" else ""
@@ -118,7 +118,7 @@ class LLM:
         exact = "exact: a row's bits do not depend on the batch"
         proposer = self.engine.speculation.proposer
         drafting = proposer.needs.describe(caches.max_model_len) if proposer else ""
-        sparse = any(spec.backend != "dense" for spec in self.engine.model.cache_specs())
+        sparse = any(spec.backend != "dense" for spec in specs)
         return [
             ("model", f"{self.info.architecture} from {self.folder.name}"),
             ("layers", layers),
@@ -143,12 +143,6 @@ class LLM:
         """What drafts; None without speculation."""
         proposer = self.engine.speculation.proposer
         return proposer.needs.name if proposer else None
-
-    def _layer_kinds(self) -> dict[str, int]:
-        kinds: dict[str, int] = {}
-        for spec in self.engine.model.cache_specs():
-            kinds[spec.group] = kinds.get(spec.group, 0) + 1
-        return kinds
 
     def generate(
         self,
@@ -211,8 +205,7 @@ class LLM:
     def close(self) -> None:
         """End whatever still runs, as `abort` does."""
         with self._turn():
-            for session, _ in list(self._sessions.values()):
-                self._abort(session.session_id)
+            self._abort(None)
 
     def __enter__(self) -> LLM:
         return self
@@ -296,9 +289,10 @@ class LLM:
                 del self._sessions[request.request_id]
         return events
 
-    def _abort(self, session_id: str) -> None:
+    def _abort(self, session_id: str | None) -> None:
+        """End a session; without an id, all of them."""
         for session, choice in list(self._sessions.values()):
-            if session.session_id == session_id:
+            if session_id in (None, session.session_id):
                 self.engine.abort(choice.request)
                 del self._sessions[choice.request.request_id]
                 if session.inbox is not None:

@@ -104,58 +104,35 @@ VERIFICATION = Registry(
 GRAMMARS = Registry("grammar library", {"llguidance": "text.structured:GrammarCompiler"})
 
 # Every op twice, its plain-torch reference and its Triton kernels; some a third time, compiled for CPUs by Numba.
+_FOLDERS = {"reference": "reference", "triton": "gpu", "numba": "cpu"}
 KERNELS = Registry(
     "op",
     {
-        f"{op}/{implementation}": f"kernels.{module}:{op}"
-        for op, reference, gpu in [
-            ("linear", "gemm", "gemm"),
-            ("bmm", "gemm", "gemm"),
-            ("rms_norm", "pointwise", "norm_rope"),
-            ("add_rms_norm", "norm_rope", "norm_rope"),
-            ("rotate", "pointwise", "norm_rope"),
-            ("norm_rotate_store", "norm_rope", "norm_rope"),
-            ("index_rows", "index_rows", "index_rows"),
-            ("gated", "norm_rope", "norm_rope"),
-            ("store", "kv_store", "kv_store"),
-            ("route", "moe", "moe"),
-            ("experts_forward", "moe", "moe"),
-            ("dense_attention", "attention", "dense_attn"),
-            ("block_select", "select", "select"),
-            ("token_select", "select", "token_select"),
-            ("sparse_gqa", "attention", "sparse_gqa"),
-            ("sparse_mla", "attention", "sparse_mla"),
+        f"{op}/{implementation}": f"kernels.{folder}.{module}:{op}"
+        for op, *modules in [
+            ("linear", "gemm", "gemm", "gemm"),
+            ("bmm", "gemm", "gemm", "gemm"),
+            ("rms_norm", "pointwise", "norm_rope", "norm_rope"),
+            ("add_rms_norm", "norm_rope", "norm_rope", "norm_rope"),
+            ("rotate", "pointwise", "norm_rope", "norm_rope"),
+            ("norm_rotate_store", "norm_rope", "norm_rope", "norm_rope"),
+            ("index_rows", "index_rows", "index_rows", "norm_rope"),
+            ("gated", "norm_rope", "norm_rope", "norm_rope"),
+            ("store", "kv_store", "kv_store", "norm_rope"),
+            ("route", "moe", "moe", "moe"),
+            ("experts_forward", "moe", "moe", "moe"),
+            ("dense_attention", "attention", "dense_attn", "attention"),
+            ("block_select", "select", "select", "select"),
+            ("token_select", "select", "token_select", "select"),
+            ("sparse_gqa", "attention", "sparse_gqa", "attention"),
+            ("sparse_mla", "attention", "sparse_mla", "attention"),
             ("verify_page_table", "block_table", "block_table"),
             ("prefill_page_table", "block_table", "block_table"),
             ("paged_attention", "block_table", "block_table"),
-            ("sample", "sampling", "sampling"),
-            ("step_rows", "decode", "decode"),
-            ("accept", "decode", "decode"),
+            ("sample", "sampling", "sampling", "sampling"),
+            ("step_rows", "decode", "decode", "decode"),
+            ("accept", "decode", "decode", "decode"),
         ]
-        for implementation, module in (("reference", f"reference.{reference}"), ("triton", f"gpu.{gpu}"))
-    }
-    | {
-        f"{op}/numba": f"kernels.cpu.{module}:{op}"
-        for op, module in [
-            ("linear", "gemm"),
-            ("bmm", "gemm"),
-            ("rms_norm", "norm_rope"),
-            ("add_rms_norm", "norm_rope"),
-            ("rotate", "norm_rope"),
-            ("norm_rotate_store", "norm_rope"),
-            ("index_rows", "norm_rope"),
-            ("gated", "norm_rope"),
-            ("store", "norm_rope"),
-            ("route", "moe"),
-            ("experts_forward", "moe"),
-            ("dense_attention", "attention"),
-            ("block_select", "select"),
-            ("token_select", "select"),
-            ("sparse_gqa", "attention"),
-            ("sparse_mla", "attention"),
-            ("sample", "sampling"),
-            ("step_rows", "decode"),
-            ("accept", "decode"),
-        ]
+        for (implementation, folder), module in zip(_FOLDERS.items(), modules, strict=False)
     },
 )

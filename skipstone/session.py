@@ -30,11 +30,12 @@ class Choice:
         self.token_ids += token_ids
         if self.stream is None:
             return ""
-        shown = token_ids
         request = self.request
-        if request.stop_token_id is not None and request.finished and not request.params.include_stop_str_in_output:
-            shown = token_ids[:-1]  # the token that ended the text is no part of it
-        new = self.stream.push(shown)
+        ended = request.finished and request.stop_token_id is not None
+        hidden = (
+            ended and not request.params.include_stop_str_in_output
+        )  # the token that ended the text is no part of it
+        new = self.stream.push(token_ids[:-1] if hidden else token_ids)
         if self.stream.stopped_by is not None:
             self.stop_string = self.stream.stopped_by
             del self.token_ids[self.stream.num_tokens :]
@@ -50,13 +51,12 @@ class Choice:
     def output(self) -> CompletionOutput:
         """The choice as the caller sees it."""
         request = self.request
-        reason = request.finish_reason.value if request.finish_reason else None
         return CompletionOutput(
             index=self.index,
             text=self.text,
             token_ids=self.token_ids,
             logprobs=None if request.params.logprobs is None else request.logprobs,
-            finish_reason=reason,
+            finish_reason=request.finish_reason.value if request.finish_reason else None,
             stop_reason=self.stop_string if self.stop_string is not None else request.stop_token_id,
             error=request.error,
             speculation=request.speculation if request.max_drafts else None,

@@ -191,7 +191,7 @@ class TestFormats:
         nested = {"text_config": text} if place == "text_config" else {}
         key = "compression_config" if place == "compression_config" else "quantization_config"
         config(folder, **(nested or {key: declared}))
-        monkeypatch.setattr("skipstone.models.loader.safe_open", None)  # nothing is read
+        monkeypatch.setattr("skipstone.models.loader.open_shard", None)  # nothing is read
         error = refused(folder, capsys, *parts, "BF16, F16, F32", "take that out")
         assert isinstance(error, UnsupportedError)
 

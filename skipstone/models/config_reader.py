@@ -9,19 +9,8 @@ from skipstone.errors import ConfigError
 
 # Words that begin the keys of what a model computes, and keys among them that only training reads.
 WORDS = (
-    *(
-        "attention_",
-        "attn_logit",
-        "embedding_",
-        "expert",
-        "final_logit",
-        "index",
-        "layernorm_",
-        "logit",
-        "mlp_",
-        "moe_",
-    ),
-    *("qk_", "residual_", "rope_", "rotary_", "rout", "sliding_", "sparse_", "swiglu_"),
+    *("attention_", "attn_logit", "embedding_", "expert", "final_logit", "index", "layernorm_", "logit", "mlp_"),
+    *("moe_", "qk_", "residual_", "rope_", "rotary_", "rout", "sliding_", "sparse_", "swiglu_"),
 )
 TRAINING = ("attention_dropout", "router_aux_loss_coef", "router_jitter_noise")
 
@@ -54,18 +43,14 @@ class ConfigReader:
 
     def integer(self, key: str, low: int = 1, default: int | None = None) -> int:
         """An int of at least `low`. Raises ConfigError."""
-        value = self.get(key, default)
-        if value is None:
-            raise self._missing(key)
+        value = self._required(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < low:
             raise ConfigError(f"{self.place(key)}={value!r} must be a whole number of at least {low}; fix config.json")
         return value
 
     def number(self, key: str, default: float | None = None, zero: bool = False) -> float:
         """A finite positive number, or 0 where that is allowed. Raises ConfigError."""
-        value = self.get(key, default)
-        if value is None:
-            raise self._missing(key)
+        value = self._required(key, default)
         wrong = not isinstance(value, (int, float)) or isinstance(value, bool)
         if wrong or not 0 <= value < float("inf") or not (value or zero):
             allowed = "a number of at least 0" if zero else "a positive number"
@@ -74,9 +59,7 @@ class ConfigReader:
 
     def layers(self, key: str, length: int, kinds: tuple[Any, ...] = (0, 1)) -> tuple[bool, ...]:
         """A list with one of some values for each of `length` layers: whether it is the last. Raises ConfigError."""
-        value = self.get(key)
-        if value is None:
-            raise self._missing(key)
+        value = self._required(key)
         if not isinstance(value, list) or len(value) != length or any(item not in kinds for item in value):
             options = " or ".join(repr(kind) for kind in kinds)
             raise ConfigError(
@@ -104,9 +87,9 @@ class ConfigReader:
 
     def section(self, key: str) -> ConfigReader:
         """A nested object. Raises ConfigError."""
-        value = self.get(key)
+        value = self._required(key)
         if not isinstance(value, dict):
-            raise self._missing(key) if value is None else ConfigError(f"{self.where}: {key} must be an object")
+            raise ConfigError(f"{self.where}: {key} must be an object")
         return ConfigReader(value, f"{self.where}.{key}")
 
     def multiple(self, key: str, value: int, of_key: str, of: int) -> None:
@@ -146,8 +129,11 @@ class ConfigReader:
                     "the model does not depend on it"
                 )
 
-    def _missing(self, key: str) -> ConfigError:
-        other = "" if self.place(key) == f"{self.where}: {key}" else f" (or {self.place(key)})"
-        return ConfigError(
-            f"{self.where}: key {key!r}{other} is missing; take config.json from the model's own release"
-        )
+    def _required(self, key: str, default: Any = None) -> Any:
+        value = self.get(key, default)
+        if value is None:
+            other = "" if self.place(key) == f"{self.where}: {key}" else f" (or {self.place(key)})"
+            raise ConfigError(
+                f"{self.where}: key {key!r}{other} is missing; take config.json from the model's own release"
+            )
+        return value

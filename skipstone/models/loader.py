@@ -9,14 +9,13 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from skipstone.errors import CheckpointError, ConfigError, UnsupportedError
 from skipstone.kernels.dispatch import free_memory_bytes
 from skipstone.kernels.ops import Ops, settle, use_ops
 from skipstone.models.base import MTP_MODULE, CausalLM, WeightedModel
-from skipstone.models.stored import Match, StoredWeights, match_weights, open_weights
+from skipstone.models.stored import Match, StoredWeights, match_weights, open_shard, open_weights
 from skipstone.registry import MODELS
 
 Model = TypeVar("Model", bound=WeightedModel)
@@ -158,13 +157,9 @@ def memory_refusal(needed: int, more: int, dtype: torch.dtype, free: int) -> str
 def _read(slots: dict[str, Tensor], match: Match) -> None:
     """Each tensor once, straight into the view that it fills, file by file."""
     for file, entries in groupby(match.loaded.items(), lambda entry: entry[1].file):
-        path = match.folder / file
-        try:
-            with safe_open(path, framework="pt") as shard:
-                for name, tensor in entries:
-                    slots[name].copy_(shard.get_tensor(tensor.name))
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path} cannot be read ({error}); it may be truncated: download it again") from None
+        with open_shard(match.folder / file, "pt") as shard:
+            for name, tensor in entries:
+                slots[name].copy_(shard.get_tensor(tensor.name))
 
 
 def _draw(model: WeightedModel) -> None:

@@ -18,7 +18,12 @@ def locate(model: str) -> Path:
     """
     folder = Path(model).expanduser()
     if folder.is_dir() and (model not in DEMOS or (folder / "config.json").is_file()):
-        return _checked(folder)
+        if (folder / "config.json").is_file():
+            return folder
+        # The commonest slip: naming the folder that holds several checkpoints.
+        inside = sorted(path.parent.name for path in folder.glob("*/config.json"))
+        hint = f"; it holds {', '.join(inside[:5])}: name one of these" if inside else "; is it a complete checkpoint?"
+        raise CheckpointError(f"{folder} has no config.json{hint}")
     if folder.is_file():
         raise CheckpointError(f"model={model} is a file; name the folder that holds config.json and *.safetensors")
     if model in DEMOS:
@@ -71,12 +76,3 @@ def _shipped(name: str) -> tuple[Path | None, str]:
     # A source tree keeps the checkpoints beside the package, a wheel carries them inside it.
     places = [folder / "checkpoints" / name for folder in (_PACKAGE.parent, _PACKAGE)]
     return next((place for place in places if place.is_file()), None), " and ".join(map(str, places))
-
-
-def _checked(folder: Path) -> Path:
-    if (folder / "config.json").is_file():
-        return folder
-    # The commonest slip: naming the folder that holds several checkpoints.
-    inside = sorted(path.parent.name for path in folder.glob("*/config.json"))
-    hint = f"; it holds {', '.join(inside[:5])}: name one of these" if inside else "; is it a complete checkpoint?"
-    raise CheckpointError(f"{folder} has no config.json{hint}")

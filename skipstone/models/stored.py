@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -112,13 +113,20 @@ def _read_index(index: Path) -> dict[str, str]:
     return weight_map
 
 
-def _read_header(file: Path) -> list[StoredTensor]:
+@contextmanager
+def open_shard(file: Path, framework: str) -> Iterator[Any]:
+    """One *.safetensors file. Raises CheckpointError for one that cannot be opened, or read in the block."""
     try:
-        with safe_open(file, framework="numpy") as shard:
-            slices = {name: shard.get_slice(name) for name in shard.keys()}  # noqa: SIM118 (not a dict)
-            return [StoredTensor(name, s.get_dtype(), s.get_shape(), file.name) for name, s in slices.items()]
+        with safe_open(file, framework=framework) as shard:
+            yield shard
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{file} cannot be read ({error}); it may be truncated: download it again") from None
+
+
+def _read_header(file: Path) -> list[StoredTensor]:
+    with open_shard(file, "numpy") as shard:
+        slices = {name: shard.get_slice(name) for name in shard.keys()}  # noqa: SIM118 (not a dict)
+        return [StoredTensor(name, s.get_dtype(), s.get_shape(), file.name) for name, s in slices.items()]
 
 
 def _disagreements(weight_map: dict[str, str] | None, places: dict[str, list[str]]) -> Iterator[str]:

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -30,14 +31,13 @@ _stack_size = threading.Lock()
 
 def on_stack(size: int, call: Callable[..., T], *arguments: Any) -> T:
     """What the call returns or raises, made on a stack of so many bytes."""
-    results: list[T] = []
-    errors: list[BaseException] = []
+    result = Future[T]()
 
     def work() -> None:
         try:
-            results.append(call(*arguments))
+            result.set_result(call(*arguments))
         except BaseException as error:
-            errors.append(error)
+            result.set_exception(error)
 
     with _stack_size:
         before = threading.stack_size(size)
@@ -47,9 +47,7 @@ def on_stack(size: int, call: Callable[..., T], *arguments: Any) -> T:
         finally:
             threading.stack_size(before)
     thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
+    return result.result()
 
 
 def reason(matcher: Any) -> str:

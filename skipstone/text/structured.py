@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from skipstone.core.request import SamplingParams
-from skipstone.errors import RequestError, UnsupportedError, install_hint
+from skipstone.errors import RequestError, UnsupportedError, needing
 from skipstone.text import grammar_trial
 from skipstone.text.grammar_trial import LONGEST_S, STACK, on_stack, reason
 
@@ -224,14 +224,18 @@ class GrammarCompiler:
         return made
 
     def _make(self, name: str, value: str | list[str]) -> Any:
-        llguidance = _library(name)
+        with needing("structured", name, UnsupportedError):
+            import llguidance
         size = sum(len(text.encode(errors="replace")) for text in ([value] if isinstance(value, str) else value))
         if size > LONGEST_TEXT:
             raise RequestError(
                 f"{name}={value!r:.80} cannot be used: it has {size} bytes, and {LONGEST_TEXT} are the most; "
                 "make it smaller"
             )
-        file = self._tokenizer_file(name)
+        file = self.folder / "tokenizer.json"
+        if not file.exists() or not self.eos_token_ids:
+            missing = "tokenizer.json" if not file.exists() else "eos_token_id"
+            raise RequestError(f"{name} needs the model's {missing}, which {self.folder.name} lacks")
         trial = _trial(file, self.vocab_size, self.eos_token_ids)
         trial.start()  # reads the vocabulary at the same time
         if self._tokenizer is None:
@@ -247,23 +251,7 @@ class GrammarCompiler:
         _mask(matcher)  # what the first mask costs, copies need not pay again
         return matcher
 
-    def _tokenizer_file(self, name: str) -> Path:
-        file = self.folder / "tokenizer.json"
-        if not file.exists() or not self.eos_token_ids:
-            missing = "tokenizer.json" if not file.exists() else "eos_token_id"
-            raise RequestError(f"{name} needs the model's {missing}, which {self.folder.name} lacks")
-        return file
-
 
 def _mask(matcher: Any) -> np.ndarray:
     """One byte for each id, 1 where it may follow."""
     return np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
-
-
-def _library(name: str) -> Any:
-    try:
-        import llguidance
-    except ImportError as error:
-        hint = install_hint("structured")
-        raise UnsupportedError(f"{name} needs the package llguidance ({error}); run {hint}") from None
-    return llguidance

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from datetime import datetime
 from functools import cache, cached_property
 from importlib.resources import files
@@ -82,11 +82,8 @@ class Tokenizer:
         that the text does not contain (false); without the key the tokenizer's own post-processor decides. Raises
         RequestError for text that is not valid Unicode, or longer than any that `context` tokens can hold.
         """
-        token_ids = self._encode(text, add_special_tokens)
-        if not add_special_tokens:
-            return token_ids
-        add_bos = self._config.get("add_bos_token")
-        if add_bos is None or self.bos_token_id is None:
+        token_ids, add_bos = self._encode(text, add_special_tokens), self._config.get("add_bos_token")
+        if not add_special_tokens or add_bos is None or self.bos_token_id is None:
             return token_ids
         if add_bos:
             return token_ids if token_ids[:1] == [self.bos_token_id] else [self.bos_token_id, *token_ids]
@@ -107,16 +104,13 @@ class Tokenizer:
 
     def split_at_special_tokens(self, text: str) -> tuple[list[str], frozenset[str]]:
         """The characters of a text, but each special token named in it as one; and which were named."""
-        if not self.special_tokens:
-            return list(text), frozenset()
         parts = self._special_pattern.split(text)
         symbols = [symbol for i, part in enumerate(parts) for symbol in ([part] if i % 2 else part)]
         return symbols, frozenset(parts[1::2])
 
     @cached_property
     def _special_pattern(self) -> re.Pattern[str]:
-        names = sorted(self.special_tokens, key=len, reverse=True)
-        return re.compile(f"({'|'.join(map(re.escape, names))})")
+        return special_pattern(self.special_tokens)
 
     def encode_chat(
         self,
@@ -292,7 +286,7 @@ class Tokenizer:
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_template_error
-        environment.globals["strftime_now"] = _format_now
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         try:
             return environment.from_string(self.template_source)
         except jinja2.TemplateSyntaxError as error:
@@ -300,22 +294,41 @@ class Tokenizer:
                 f"the chat template of {self.folder} has an error in line {error.lineno}: {error.message}"
             ) from error
 
-    @property
+    @cached_property
     def template_source(self) -> str:
         """The chat template's text, ours for models that come without. Raises RequestError when there is none."""
-        path = self.folder / "chat_template.jinja"
-        if path.is_file():
-            return path.read_text(encoding="utf-8")
-        source = self._config.get("chat_template")
-        if isinstance(source, list):  # several named templates
-            source = {entry.get("name"): entry.get("template") for entry in source}.get("default")
-        if not isinstance(source, str):
-            source = _built_in_template(self.folder)
-        if source is None:
+        found = find_template(self.folder)
+        if found is None:
             raise RequestError(
                 f"{self.folder} has no chat template; add chat_template.jinja to the folder, or send a plain prompt"
             )
-        return source
+        return found[1]
+
+
+def find_template(folder: Path) -> tuple[str, str] | None:
+    """Where the chat template of a model comes from, and its text; ours for some models that come without.
+
+    Raises CheckpointError for files that are malformed.
+    """
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.name, path.read_text(encoding="utf-8")
+    path = folder / "tokenizer_config.json"
+    source = _load_config(path).get("chat_template")
+    if isinstance(source, list):  # several named templates
+        source = {entry.get("name"): entry.get("template") for entry in source}.get("default")
+    if isinstance(source, str):
+        return path.name, source
+    kind = _load_config(folder / "config.json").get("model_type")
+    if kind not in BUILT_IN:
+        return None
+    built_in = files("skipstone.text").joinpath("templates", BUILT_IN[kind])
+    return f"built in for {kind}", built_in.read_text(encoding="utf-8")
+
+
+def special_pattern(names: Iterable[str]) -> re.Pattern[str]:
+    """Finds any of these names, the longest first, as its only group; nothing where there are none."""
+    return re.compile(f"({'|'.join(map(re.escape, sorted(names, key=len, reverse=True))) or '(?!)'})")
 
 
 def _load_tokenizer(path: Path) -> tokenizers.Tokenizer:
@@ -336,14 +349,6 @@ def _load_tokenizer(path: Path) -> tokenizers.Tokenizer:
     tokenizer.no_truncation()  # left in the file by training; a prompt must never be cut or filled up silently
     tokenizer.no_padding()
     return tokenizer
-
-
-def _built_in_template(folder: Path) -> str | None:
-    """The template for models of this kind, if we have one."""
-    model_type = _load_config(folder / "config.json").get("model_type")
-    if model_type not in BUILT_IN:
-        return None
-    return files("skipstone.text").joinpath("templates", BUILT_IN[model_type]).read_text(encoding="utf-8")
 
 
 def _load_config(path: Path) -> dict[str, Any]:
@@ -371,7 +376,3 @@ def _raise_template_error(message: str) -> NoReturn:
 def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
     """JSON as prompts contain it: jinja's own filter would escape <, > and & for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-
-def _format_now(format_string: str) -> str:
-    return datetime.now().strftime(format_string)

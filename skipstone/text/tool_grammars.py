@@ -10,7 +10,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from skipstone.text.tool_readers import DSML, MINIMAX, Schemas
+from skipstone.text.tokenizer import special_pattern
+from skipstone.text.tool_readers import DSML, MINIMAX, DsmlReader, MinimaxReader, Schemas, Tags
 from skipstone.text.tool_schemas import Schema, bare, choices, kinds, variants
 
 ANY_TEXT = "(?s:.*)"
@@ -21,9 +22,8 @@ class GrammarText:
     """Rules under names. `special`: ids of the tokens that are no text, by what they are called."""
 
     def __init__(self, special: Mapping[str, int]) -> None:
-        names = sorted(special, key=len, reverse=True)
         self._special = special
-        self._pattern = re.compile("|".join(map(re.escape, names))) if names else None
+        self._pattern = special_pattern(special)
         self._rules: list[str] = []
 
     def add(self, content: str, attributes: str = "") -> str:
@@ -38,17 +38,16 @@ class GrammarText:
 
     def literal(self, text: str) -> str:
         """Exactly this, special tokens as such."""
-        parts, at = [], 0
-        for found in self._pattern.finditer(text) if self._pattern else ():
-            parts += [json.dumps(text[at : found.start()], ensure_ascii=False)] if at < found.start() else []
-            parts.append(f"<[{self._special[found[0]]}]>")
-            at = found.end()
-        parts += [json.dumps(text[at:], ensure_ascii=False)] if at < len(text) else []
-        return " ".join(parts)
+        parts = self._pattern.split(text)  # every second one is a special token
+        return " ".join(
+            f"<[{self._special[part]}]>" if i % 2 else json.dumps(part, ensure_ascii=False)
+            for i, part in enumerate(parts)
+            if part
+        )
 
     def until(self, end: str) -> str:
         """Any text, and this at its end, which the text does not contain."""
-        found = self._pattern.search(end) if self._pattern else None
+        found = self._pattern.search(end)
         if found is None:
             return self.add(f"/{ANY_TEXT}/", f"[suffix={json.dumps(end, ensure_ascii=False)}]")
         # A special token ends whatever text stands before it.
@@ -56,7 +55,7 @@ class GrammarText:
 
     def without(self, part: str) -> str:
         """Any text that does not contain this."""
-        if self._pattern and self._pattern.search(part):
+        if self._pattern.search(part):
             return self.add(f"/{ANY_TEXT}/")
         name = f"TEXT_{len(self._rules)}"
         self._rules.append(f"{name}: /{ANY_TEXT}/ & ~/{ANY_TEXT}{_escaped(part)}{ANY_TEXT}/")
@@ -98,12 +97,12 @@ def dsml_calls(grammar: GrammarText, schemas: Schemas, several: bool) -> str:
         head = grammar.literal(f'<{DSML}parameter name="{name}" string="{"true" if text else "false"}">')
         return f'{head} {_value(grammar, schema, root, f"</{DSML}parameter>", text)} "\\n"'
 
-    calls = []
-    for name, schema in schemas.items():
-        head, end = grammar.literal(f'<{DSML}invoke name="{name}">\n'), grammar.literal(f"</{DSML}invoke>\n")
-        blank = "" if schema.get("required") else '"\\n"?'  # stands where there are no parameters
-        calls.append(f"{head} {_sequence(schema, partial(parameter, schema))} {blank} {end}")
-    return _closed(grammar, calls, several, f"</{DSML}function_calls>")
+    # An empty line stands where there are no parameters.
+    bodies = {
+        name: _sequence(schema, partial(parameter, schema)) + ("" if schema.get("required") else ' "\\n"?')
+        for name, schema in schemas.items()
+    }
+    return _in_tags(grammar, DsmlReader.tags, bodies, several)
 
 
 def minimax_calls(grammar: GrammarText, schemas: Schemas, several: bool) -> str:
@@ -124,15 +123,16 @@ def minimax_calls(grammar: GrammarText, schemas: Schemas, several: bool) -> str:
     def line(root: Schema, name: str, schema: Schema) -> str:
         return element(root, name, schema) + ' "\\n"'
 
-    calls = []
-    for name, schema in schemas.items():
-        head, end = grammar.literal(f'{MINIMAX}<invoke name="{name}">\n'), grammar.literal(f"{MINIMAX}</invoke>\n")
-        calls.append(f"{head} {_sequence(schema, partial(line, schema))} {end}")
-    return _closed(grammar, calls, several, f"{MINIMAX}</tool_call>")
+    bodies = {name: _sequence(schema, partial(line, schema)) for name, schema in schemas.items()}
+    return _in_tags(grammar, MinimaxReader.tags, bodies, several)
 
 
-def _closed(grammar: GrammarText, calls: Sequence[str], several: bool, end: str) -> str:
-    return grammar.add(f'"\\n" ({_either(calls)}){"+" if several else ""} {grammar.literal(end)}')
+def _in_tags(grammar: GrammarText, tags: Tags, bodies: Mapping[str, str], several: bool) -> str:
+    """A rule for calls with these arguments, by the name of the function, and the tag that closes them all."""
+    opening, closing, block = tags
+    end = grammar.literal(f"{closing}invoke>\n")
+    calls = [grammar.literal(f'{opening}invoke name="{name}">\n') + f" {body} {end}" for name, body in bodies.items()]
+    return grammar.add(f'"\\n" ({_either(calls)}){"+" if several else ""} {grammar.literal(f"{closing}{block}>")}')
 
 
 def _either(options: Sequence[str]) -> str:

@@ -102,10 +102,8 @@ class Reader:
 
 def _num_held(text: str, marker: str) -> int:
     """Length of the longest ending of the text that begins the marker."""
-    for length in range(min(len(marker) - 1, len(text)), 0, -1):
-        if marker.startswith(text[-length:]):
-            return length
-    return 0
+    lengths = range(min(len(marker) - 1, len(text)), 0, -1)
+    return next((length for length in lengths if marker.startswith(text[-length:])), 0)
 
 
 class JsonReader(Reader):
@@ -179,11 +177,21 @@ def _clean(text: str) -> str:
     return re.sub("[\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", text)
 
 
+class Tags(NamedTuple):
+    """What stands before the name of a tag that opens, or closes; and the name of the one around all calls."""
+
+    opening: str
+    closing: str
+    block: str
+
+
 class TagReader(Reader):
     """Calls written with tags: all of them between two tags, each with a tag for itself, or JSON there."""
 
-    def __init__(self, opening: str, closing: str, block: str, schemas: Schemas) -> None:
-        """`opening`, `closing`: what stands before a tag's name; `block`: the tag around all calls."""
+    tags: Tags
+
+    def __init__(self, schemas: Schemas) -> None:
+        opening, closing, block = self.tags
         super().__init__(f"{opening}{block}>")
         self._end = f"{closing}{block}>"
         self._over = re.compile(rf"\s*{re.escape(self._end)}")
@@ -238,10 +246,8 @@ DSML = "\N{FULLWIDTH VERTICAL LINE}DSML\N{FULLWIDTH VERTICAL LINE}"  # in every 
 class DsmlReader(TagReader):
     """DeepSeek-V3.2: a parameter is a tag with its name, which says whether the value is bare text or JSON."""
 
+    tags = Tags(f"<{DSML}", f"</{DSML}", "function_calls")
     _PARAMETER = re.compile(rf"\s*<{DSML}parameter({ATTRIBUTES})>(.*?)</{DSML}parameter>\s*", re.DOTALL)
-
-    def __init__(self, schemas: Schemas) -> None:
-        super().__init__(f"<{DSML}", f"</{DSML}", "function_calls", schemas)
 
     def _arguments(self, body: str, schema: Schema) -> dict[str, Any]:
         values, at = dict[str, Any](), 0
@@ -262,10 +268,8 @@ MINIMAX = "]<]minimax[>["  # before every tag
 class MinimaxReader(TagReader):
     """MiniMax-M3: a value is a tag named like it; objects hold further tags, lists hold tags named item."""
 
+    tags = Tags(f"{MINIMAX}<", f"{MINIMAX}</", "tool_call")
     _TAG = re.compile(re.escape(MINIMAX) + r"<(/?)([^<>]+)>")
-
-    def __init__(self, schemas: Schemas) -> None:
-        super().__init__(f"{MINIMAX}<", f"{MINIMAX}</", "tool_call", schemas)
 
     def _arguments(self, body: str, schema: Schema) -> Any:
         pieces = self._TAG.split(body)  # text, "/" or "", name, text, ...

@@ -8,6 +8,8 @@ from urllib.parse import unquote
 
 Schema = dict[str, Any]
 KINDS = frozenset({"string", "number", "integer", "boolean", "null", "object", "array"})
+KINDS_OF = {type(None): {"null"}, bool: {"boolean"}, int: {"integer", "number"}, str: {"string"}, list: {"array"}}
+KINDS_OF |= {dict: {"object"}}
 MOST_STEPS = 100
 
 
@@ -56,20 +58,9 @@ def _target(reference: str, root: Schema) -> Any:
 
 def kinds_of(value: Any) -> Set[str]:
     """The types that a value has."""
-    match value:
-        case None:
-            return {"null"}
-        case bool():
-            return {"boolean"}
-        case int():
-            return {"integer", "number"}
-        case float():
-            return {"integer", "number"} if value.is_integer() else {"number"}
-        case str():
-            return {"string"}
-        case list():
-            return {"array"}
-    return {"object"}
+    if isinstance(value, float):
+        return {"integer", "number"} if value.is_integer() else {"number"}
+    return KINDS_OF[type(value)]
 
 
 def kinds(schema: Any, root: Schema) -> Set[str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
@@ -22,7 +21,7 @@ from skipstone.models.loader import ModelInfo, memory_refusal, mtp_bytes, read_m
 from skipstone.models.mtp import MtpHead
 from skipstone.models.stored import Match, StoredTensor, StoredWeights, match_weights, open_weights
 from skipstone.runtime.proposers import Candidate, candidates, count_mtp_modules
-from skipstone.text.tokenizer import BUILT_IN, Tokenizer
+from skipstone.text.tokenizer import Tokenizer, find_template
 from skipstone.tools.inspect.headers import read_header
 from skipstone.tools.inspect.heads import check_candidate
 
@@ -238,17 +237,9 @@ def _unusable(info: ModelInfo) -> list[str]:
 
 
 def _chat_template(info: ModelInfo) -> str | None:
-    """Where the chat template comes from, as `Tokenizer.template_source` finds it."""
-    if (info.folder / "chat_template.jinja").is_file():
-        return "chat_template.jinja"
+    """Where the chat template comes from; None without one, and for files that `_unusable` complains of."""
     try:
-        config = msgspec.json.decode((info.folder / "tokenizer_config.json").read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.DecodeError):
-        config = {}
-    source = config.get("chat_template")
-    if isinstance(source, list):
-        source = any(entry.get("name") == "default" for entry in source)
-    if source:
-        return "tokenizer_config.json"
-    kind = info.raw.get("model_type")
-    return f"built in for {kind}" if kind in BUILT_IN else None
+        found = find_template(info.folder)
+    except SkipstoneError:
+        return None
+    return found[0] if found else None
