@@ -102,9 +102,9 @@ class AdaptiveK:
                 self.kept[i] = self.kept[i] * 0.5 ** (1 / MEMORY) + (result.num_accepted > i)
         self._asked_of = {item.admission: item.num_next_drafts for item in plan.items if item.follows}
         count, drafts = len(plan.items), [item.num_next_drafts for item in plan.items]
-        k = max(drafts)
+        k = max(set(drafts), key=drafts.count)  # some may have a k of their own, or be near their end
         alike = all(item.samples and item.num_rows == item.num_drafts + 1 for item in plan.items)
-        alike = alike and drafts.count(k) > 0.9 * count
+        alike = alike and drafts.count(k) > 0.7 * count
         kind = AWAKE if k == 0 and self._asked_of else k
         self._rested += kind == 0
         if alike and (count, kind) == self._last:

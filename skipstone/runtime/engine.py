@@ -81,7 +81,8 @@ class Engine:
         )
         self.pool = BlockPool(self.caches.num_blocks, self.caches.block_size)
         bounds = (self.max_rows, config.max_num_seqs)
-        needs, most_drafts = proposer.needs if proposer else None, self.speculation.most_drafts
+        needs, k_table = proposer.needs if proposer else None, self.speculation.table
+        most_drafts = k_table.most_drafts if k_table else None
         self.adaptive: AdaptiveK | None = None
         if self.speculation.adapts:
             self.adaptive, most_drafts = AdaptiveK(self.speculation.k, most_drafts), None

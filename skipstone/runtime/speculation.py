@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from skipstone.config import EngineConfig, read_spec
@@ -32,18 +31,12 @@ class Speculation(NamedTuple):
         """For the start-up card."""
         if self.proposer is None:
             return f"off ({self.reason})"
-        drafts = f"k up to {self.k} by batch size" if self.table else f"k = {self.k}"
-        if self.adapts:
-            drafts = f"k from 0 to {self.k}, as it pays"
+        by_size = "k up to {} by batch size" if self.table else "k = {}"
+        drafts = ("k from 0 to {}, as it pays" if self.adapts else by_size).format(self.k)
         text = f"{self.proposer.needs.name}, {drafts} ({self.reason}); {self.draft_sampling} drafts"
         if self.verifier.rule != "exact":
-            text += f"; verified by {self.verifier.rule}: the text depends on the drafts, its law does not"
+            text += f"; verified by {self.verifier.rule}: the text depends on the drafts, its distribution does not"
         return text + ("; SIMULATED acceptance: the text means nothing" if self.simulated else "")
-
-    @property
-    def most_drafts(self) -> Callable[[int], int] | None:
-        """Drafts per request at a given number of running requests, where a table says so."""
-        return self.table.most_drafts if self.table else None
 
     @property
     def simulated(self) -> bool:
