@@ -58,7 +58,9 @@ class Serving:
 @contextmanager
 def serving(model: str = "demo", server: dict[str, Any] | None = None, **engine: Any) -> Iterator[Serving]:
     observer = StepObserver()
-    llm = LLM(model, observer=observer, **{"spec": "mtp:3"} | engine)  # auto chooses k by the clock
+    if model == "demo":
+        engine = {"spec": "mtp:3"} | engine  # auto would choose k by the clock
+    llm = LLM(model, observer=observer, **engine)
     service = Service(llm, ServerConfig(**server or {}), observer)
     listener = socket.create_server(("127.0.0.1", 0))
     http = uvicorn.Server(http_options(service))

@@ -83,9 +83,9 @@ class Watch:
         self.propose, runner.proposer.propose = runner.proposer.propose, self._propose
 
     def _checked(self, plan: Callable, vocab: int) -> Callable:
-        def checked(batch: Batch) -> Any:
+        def checked(batch: Batch, kept: Any = None) -> Any:
             check_batch(batch, vocab)
-            return plan(batch)
+            return plan(batch, kept)
 
         return checked
 
@@ -331,9 +331,9 @@ def test_a_drafter_made_for_fewer_positions(target: str, way: str, folders: Fold
         drafter.head.max_position = most
     plan, highest = drafter.groups.plan, [0]
 
-    def checked(batch: Batch) -> Any:
+    def checked(batch: Batch, kept: Any = None) -> Any:
         highest[0] = max(highest[0], int(batch.positions.max()))
-        return plan(batch)
+        return plan(batch, kept)
 
     drafter.groups.plan = checked
     at_random(llm, 6, 0.97)

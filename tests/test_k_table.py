@@ -63,7 +63,6 @@ def test_a_table_that_is_not_there_or_not_json(tmp_path: Path) -> None:
 def test_k_by_batch_size(tmp_path: Path) -> None:
     table: KTable = read_k_table(written(tmp_path))
     assert [table.most_drafts(n) for n in (1, 2, 4, 5, 8, 100)] == [3, 1, 1, 0, 0, 0]
-    assert table.largest == 3
 
 
 def verified(llm: LLM, requests: int, **params: Any) -> list[int]:

@@ -81,13 +81,12 @@ class Engine:
         )
         self.pool = BlockPool(self.caches.num_blocks, self.caches.block_size)
         bounds = (self.max_rows, config.max_num_seqs)
-        needs, k_table = proposer.needs if proposer else None, self.speculation.table
-        most_drafts = k_table.most_drafts if k_table else None
-        self.adaptive: AdaptiveK | None = None
-        if self.speculation.adapts:
-            self.adaptive, most_drafts = AdaptiveK(self.speculation.k, most_drafts), None
+        table = self.speculation.table
+        most_drafts = table.most_drafts if table else None
+        self.adaptive = AdaptiveK(self.speculation.k, most_drafts) if self.speculation.adapts else None
         delay = config.max_decode_delay
         self.chunk_limit = ChunkLimit(delay / 1000, self.max_rows) if delay else None
+        needs = proposer.needs if proposer else None
         self.scheduler = Scheduler(
             self.pool, *bounds, config.prefix_caching, needs, most_drafts, self.adaptive, self.chunk_limit
         )

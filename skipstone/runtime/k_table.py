@@ -24,11 +24,6 @@ class KTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     model: str = ""
     notes: str = ""
 
-    @property
-    def largest(self) -> int:
-        """The most drafts of any batch size."""
-        return max(k for _, _, k in self.num_speculative_tokens_per_batch_size)
-
     def most_drafts(self, num_requests: int) -> int:
         """Drafts per request when so many are running."""
         ranges = self.num_speculative_tokens_per_batch_size
@@ -86,4 +81,5 @@ def with_table(spec: SpecConfig, table: KTable, text: str) -> SpecConfig:
         spec = msgspec.structs.replace(ours, **{name: value for name, value in asked.items() if value is not None})
     elif spec.method != ours.method:
         raise ConfigError(f"spec={text!r}, but k_table was made for {table.spec!r}; use that, or make another table")
-    return spec if spec.k is not None else msgspec.structs.replace(spec, k=table.largest)
+    largest = max(k for _, _, k in table.num_speculative_tokens_per_batch_size)
+    return spec if spec.k is not None else msgspec.structs.replace(spec, k=largest)

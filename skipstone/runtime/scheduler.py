@@ -64,7 +64,8 @@ class Scheduler:
         self.max_requests = max_requests
         self.prefixes = PrefixCache(pool, needs, prefix_caching)
         self.needs = needs
-        self.most_drafts, self.adaptive, self.chunk_limit = most_drafts, adaptive, chunk_limit
+        self.most_drafts = None if adaptive else most_drafts  # whose prior it is then
+        self.adaptive, self.chunk_limit = adaptive, chunk_limit
         self.pauses_beside_prompts = False
         """Whether no drafts are made that would be verified beside rows of prompts."""
         self.waiting: deque[Request] = deque()

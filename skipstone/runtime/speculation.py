@@ -58,13 +58,13 @@ def make_speculation(config: EngineConfig, context: BuildContext) -> Speculation
         method, reason = _choose(context.info)
     verification: Any = spec.verification or config.verification or "exact"
     asked: Any = spec.draft_sampling or config.draft_sampling
-    needs_laws = verification != "exact" and rates is None
-    if needs_laws and asked == "coupled":
+    needs_distributions = verification != "exact" and rates is None
+    if needs_distributions and asked == "coupled":
         raise UnsupportedError(
             f"draft_sampling=coupled and verification={verification} cannot work together: coupled drafts share the "
             "target's noise, and that rule needs drafts that do not; use independent or greedy, or verification=exact"
         )
-    sampling: Any = asked or ("independent" if needs_laws else "coupled")
+    sampling: Any = asked or ("independent" if needs_distributions else "coupled")
     verifier = Verifier(verification, rates)
     if method == "off" or spec.k == 0:
         if rates is not None:
