@@ -57,7 +57,7 @@ class GenerationConfig:
         ids = value if isinstance(value, list) else [] if value is None else [value]
         size = info.config.vocab_size
         for token in ids:
-            if not isinstance(token, int) or not 0 <= token < size:
+            if type(token) is not int or not 0 <= token < size:
                 raise ConfigError(f"{key}={token!r} is not an id of the vocabulary: vocab_size={size}")
         return frozenset(ids)
 

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
-from skipstone.errors import RequestError
+from skipstone.errors import CheckpointError, RequestError
 from skipstone.text import tokenizer as text
 from skipstone.text.tool_readers import DSML, DsmlReader
 
@@ -218,3 +218,22 @@ def test_prompts_that_open_a_thought(tokenizer: text.Tokenizer) -> None:
 
 def test_a_template_in_the_folder_wins(tokenizer: text.Tokenizer, tmp_path: Path) -> None:
     assert folder_with(tokenizer, tmp_path, "own").render_chat([says("user", "a")]) == "own"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("chat_template.jinja", b"{{ messages }}\xff", "chat_template.jinja is not UTF-8 text"),
+        ("tokenizer_config.json", b'{"chat_template": ["a"]}', "chat_template must be text or a list of objects"),
+    ],
+)
+def test_a_template_that_cannot_be_read(
+    tokenizer: text.Tokenizer, tmp_path: Path, name: str, content: bytes, words: str
+) -> None:
+    for file in ("tokenizer.json", "config.json"):
+        (tmp_path / file).write_bytes((tokenizer.folder / file).read_bytes())
+    (tmp_path / name).write_bytes(content)
+    broken, message = text.Tokenizer(tmp_path), [{"role": "user", "content": "hello"}]
+    for ask in (lambda: broken.render_chat(message), lambda: broken.template_takes("tools")):
+        with pytest.raises(CheckpointError, match=words):
+            ask()

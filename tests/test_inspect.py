@@ -181,6 +181,7 @@ def test_files_beside_the_weights(copy: Callable[[str], Path]) -> None:
         ("generation_config.json", '{"temperature": "hot"}', "temperature=hot (from generation_config.json)"),
         ("generation_config.json", '{"temperature": -5}', "temperature=-5 (from generation_config.json)"),
         ("generation_config.json", '{"eos_token_id": "x"}', "eos_token_id='x' is not an id"),
+        ("generation_config.json", '{"eos_token_id": true}', "eos_token_id=True is not an id"),
     ],
 )
 def test_files_that_cannot_be_used(

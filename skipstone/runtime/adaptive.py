@@ -84,10 +84,8 @@ class AdaptiveK:
         about = next((size for size in SIZES if size >= num_requests), SIZES[-1])
         if about not in self.sizes:
             nearest = min(self.sizes, key=lambda size: max(size, about) / min(size, about), default=None)
-            first = self.most if nearest is None else self.sizes[nearest].best
-            if self.prior is not None:
-                first = self.prior(num_requests)
-            self.sizes[about] = Size(self.most, min(first, self.most))
+            known = self.most if nearest is None else self.sizes[nearest].best
+            self.sizes[about] = Size(self.most, min(self.prior(num_requests) if self.prior else known, self.most))
         return self.sizes[about]
 
     def tokens(self, k: int) -> float:

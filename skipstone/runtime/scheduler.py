@@ -112,7 +112,8 @@ class Scheduler:
                 index += 1
                 if item is not None:
                     items.append(item)
-                    budget -= self._rows_of(item)
+                    budget -= item.num_rows
+                    self._chunk_rows -= item.num_rows * is_chunk(item)
             elif ahead:
                 return None
             elif item.num_drafts:
@@ -123,9 +124,8 @@ class Scheduler:
             self._admit(items, budget)
         if ahead and not items:
             return None
-        read_on = (bool(self.waiting) and len(self.running) < self.max_requests) or not all(
-            item.samples for item in items
-        )
+        may_start = bool(self.waiting) and len(self.running) < self.max_requests
+        read_on = may_start or not all(item.samples for item in items)
         if not (read_on and self.pauses_beside_prompts):
             items = [self._plan_drafts(item, len(items)) for item in items]
         items.sort(key=lambda item: item.num_rows)
@@ -169,12 +169,8 @@ class Scheduler:
             if request.num_preemptions == 0:
                 request.num_cached_tokens = item.start
             items.append(item)
-            budget -= self._rows_of(item)
-
-    def _rows_of(self, item: PlanItem) -> int:
-        """What an item takes of the budget."""
-        self._chunk_rows -= item.num_rows if is_chunk(item) else 0
-        return item.num_rows
+            budget -= item.num_rows
+            self._chunk_rows -= item.num_rows * is_chunk(item)
 
     def _admission(self, request: Request, place: SlotState) -> Admission:
         return Admission(

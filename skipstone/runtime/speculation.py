@@ -82,8 +82,8 @@ def make_speculation(config: EngineConfig, context: BuildContext) -> Speculation
     if most is not None and k > most:
         raise ConfigError(f"spec={config.spec!r}: k={k} is more than {method} can draft at once; at most {most}")
     # Under the other rules the text depends on the drafts, and would on times. On a GPU it has not been measured.
-    adapts = read_spec(config).method == "auto" and verification == "exact"
-    adapts = adapts and context.target.embed.device.type == "cpu"
+    on_cpu = context.target.embed.device.type == "cpu"
+    adapts = on_cpu and read_spec(config).method == "auto" and verification == "exact"
     reason = f"by {config.k_table}" if table else reason
     return Speculation(proposer, k, reason, sampling, verifier, table, adapts)
 

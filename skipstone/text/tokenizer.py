@@ -312,10 +312,15 @@ def find_template(folder: Path) -> tuple[str, str] | None:
     """
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.name, path.read_text(encoding="utf-8")
+        try:
+            return path.name, path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{path} is not UTF-8 text: {error}; download it again") from None
     path = folder / "tokenizer_config.json"
     source = _load_config(path).get("chat_template")
     if isinstance(source, list):  # several named templates
+        if not all(isinstance(entry, dict) for entry in source):
+            raise CheckpointError(f"{path}: chat_template must be text or a list of objects; download it again")
         source = {entry.get("name"): entry.get("template") for entry in source}.get("default")
     if isinstance(source, str):
         return path.name, source
