@@ -2,8 +2,8 @@
 
 Every row and KV head is a sequence of its own: one KV head, one query, and a table of the 16-token pages that it
 selected. Keys and values of these layers lie in the order within a page that the package reads; this file therefore
-also writes them. Not run on hardware yet: nobody had any at hand. The way in is checked at start-up; where anything does
-not fit, the layers are left to `msa`.
+also writes them. Not run on hardware yet: nobody had any at hand. The way in is checked at start-up; where it does not
+fit, the layers are left to `msa`.
 """
 
 from __future__ import annotations
