@@ -1,11 +1,12 @@
 """CPU decode and prefill against transformers on the same weights, and every proposer against k = 0, in one run.
 
-    python bench/decode.py [--model demo] [--rounds 5] [--threads N] [--only peer | proposers]
+    python bench/decode.py [--model demo] [--rounds 5] [--threads N] [--only peer | proposers | auto]
 
 Rows: batch 1, batch 16 (prompts of different lengths) and a prefill of 2,000 tokens. Columns: exact mode, exact mode
 off (plain matrix products), transformers. The rounds alternate between the three, medians are shown. Decode time is the
 time of NEW_TOKENS + 1 tokens minus that of one token, so that prefill is not in it. The first tables run without
-speculation (`spec="off"`); the last one compares proposers and k at batch 1 in exact mode. The last line is JSON.
+speculation (`spec="off"`); the next one compares proposers and k at batch 1 in exact mode; with `--only auto` one compares
+`auto`, which learns while it is timed, with k = 0. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import tokenizers
 import torch
 import transformers
 from peer import ROOT, load_peer, peer_generate
-from proposers import measure_proposers, print_proposers
+from proposers import measure_auto, measure_proposers, print_proposers
 
 from skipstone import LLM, SamplingParams
 
@@ -80,7 +81,7 @@ def main() -> None:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=None)
-    parser.add_argument("--only", choices=["peer", "proposers"], default=None)
+    parser.add_argument("--only", choices=["peer", "proposers", "auto"], default=None)
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -96,9 +97,11 @@ def main() -> None:
     exact = LLM(args.model, exact=True, spec="off", **options)
     batch, long = prompt_ids(exact)
     print(f"{args.model}, float32; prompts of {len(batch[0])} to {len(batch[-1])} tokens")
-    if args.only != "proposers":
+    if args.only in (None, "peer"):
         results |= against_peer(args.model, exact, options, (batch, long), args.rounds)
-    if args.only != "peer":
+    if args.only == "auto":
+        results |= measure_auto(args.model, options, batch, args.rounds)
+    if args.only in (None, "proposers"):
         proposers = measure_proposers(args.model, options, batch[2::3], args.rounds, 2 * NEW_TOKENS)
         print_proposers(proposers)
         results |= proposers

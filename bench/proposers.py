@@ -79,6 +79,46 @@ def measure_proposers(
     return results
 
 
+def measure_auto(
+    model: str, options: dict[str, Any], prompts: list[list[int]], rounds: int
+) -> dict[str, dict[str, float]]:
+    """Print and return, per batch size, times of `auto` and `mtp` to k = 0 for whole calls, prompts included.
+
+    The first of the rounds is shown apart, as `auto` learns most in it. Raises AssertionError if a text differs.
+    """
+    specs = ("off", "mtp", "auto")
+    loaded = {spec: LLM(model, spec=spec, **options) for spec in specs}
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    results: dict[str, dict[str, float]] = {}
+    print(f"{'to k = 0':12}{'mtp':>10}{'auto':>10}{'auto, first round':>20}")
+    for size in (1, 4, 16):
+        spent: dict[str, list[float]] = {spec: [] for spec in specs}
+        for _ in range(rounds + 1):
+            total = dict.fromkeys(specs, 0.0)
+            for first in range(0, len(prompts), size):
+                texts = []
+                for spec, llm in loaded.items():
+                    started = time.perf_counter()
+                    outputs = llm.generate(prompts[first : first + size], params, progress=False)
+                    total[spec] += time.perf_counter() - started
+                    texts.append([output.outputs[0].token_ids for output in outputs])
+                assert texts[0] == texts[1] == texts[2], "speculation changed the text"
+            for spec in specs:
+                spent[spec].append(total[spec])
+        ratio = {
+            spec: statistics.median(a / b for a, b in zip(spent["off"][1:], spent[spec][1:], strict=True))
+            for spec in specs
+        }
+        early = spent["off"][0] / spent["auto"][0]
+        print(f"batch {size:<6}{ratio['mtp']:9.2f}x{ratio['auto']:9.2f}x{early:19.2f}x")
+        results[f"auto, batch {size}"] = {
+            "mtp": round(ratio["mtp"], 2),
+            "auto": round(ratio["auto"], 2),
+            "first": round(early, 2),
+        }
+    return results
+
+
 def print_proposers(results: dict[str, dict[str, float]]) -> None:
     """The table, the best k of each proposer marked."""
     best: dict[str, str] = {}

@@ -21,7 +21,7 @@ TRIAL = 6  # steps of a kind that are timed before it is judged
 FEWEST = 64  # steps of requests with drafts before these are judged
 FIRST_PERIOD, LONGEST_PERIOD = 250, 2000  # steps until what is not done is tried again; twice as many each time
 KEPT_TIMES = 16  # of a kind; the median counts
-MEMORY = 500  # steps of requests after which older acceptance counts half
+FADE = 0.5 ** (1 / 500)  # after 500 steps of requests older acceptance counts half
 WORTH = 1.03  # times as good, or nothing changes
 SCOUTED_STEPS, REST = 16, 1500  # while the proposer rests a new request drafts for so many steps after so many
 AWAKE, RESTED = -1, 0.75  # steps without drafts with the proposer at work, and what they take without it, as a guess
@@ -96,8 +96,8 @@ class AdaptiveK:
         """Learn from a step. Its time counts where it decodes as many requests and drafts as the one before."""
         for item, result in zip(plan.items, results, strict=True):
             for i in range(self._asked_of.get(item.admission, 0)):
-                self.asked[i] = self.asked[i] * 0.5 ** (1 / MEMORY) + 1
-                self.kept[i] = self.kept[i] * 0.5 ** (1 / MEMORY) + (result.num_accepted > i)
+                self.asked[i] = self.asked[i] * FADE + 1
+                self.kept[i] = self.kept[i] * FADE + (result.num_accepted > i)
         self._asked_of = {item.admission: item.num_next_drafts for item in plan.items if item.follows}
         count, drafts = len(plan.items), [item.num_next_drafts for item in plan.items]
         k = max(set(drafts), key=drafts.count)  # some may have a k of their own, or be near their end
