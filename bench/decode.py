@@ -5,8 +5,8 @@
 Rows: batch 1, batch 16 (prompts of different lengths) and a prefill of 2,000 tokens. Columns: exact mode, exact mode
 off (plain matrix products), transformers. The rounds alternate between the three, medians are shown. Decode time is the
 time of NEW_TOKENS + 1 tokens minus that of one token, so that prefill is not in it. The first tables run without
-speculation (`spec="off"`); the next one compares proposers and k at batch 1 in exact mode; with `--only auto` one compares
-`auto`, which learns while it is timed, with k = 0. The last line is JSON.
+speculation (`spec="off"`); the next one compares proposers and k at batch 1 in exact mode. With `--only auto` one
+compares `auto`, which learns while it is timed, with k = 0. The last line is JSON.
 """
 
 from __future__ import annotations
